@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize
 
 from flash_lazy import Stats
-from lit_lazy.attention.bias import Bias, BiasTerms, NoBias
+from lit_lazy.attention.bias import Bias, BiasModule, BiasTerms, NoBias
 from lit_lazy.attention.mixer import LayerCache, LayerShape, Mixer, MixerModule, PassInputs, SelfInitialised
 from lit_lazy.attention.normaliser import (
     AttentionBackend,
@@ -158,14 +158,15 @@ class Attention(MixerModule):
         )
         self.out = nn.Linear(shape.n_heads * shape.head_dim, shape.d_model, bias=spec.out_bias)
         self.normaliser = spec.normaliser.build(shape)
-        if not isinstance(self.normaliser, NormaliserModule):
-            result = f"{type(spec.normaliser).__name__}.build returns a {type(self.normaliser).__name__}"
-            raise ValueError(f"{result}; return a NormaliserModule")
+        self.bias = spec.bias.build(shape.n_heads, shape.context_length)
+        self.gate = spec.gate.build(shape)
+        for part, base in (("normaliser", NormaliserModule), ("bias", BiasModule), ("gate", GateModule)):
+            if not isinstance(built := getattr(self, part), base):
+                result = f"{type(getattr(spec, part)).__name__}.build returns a {type(built).__name__}"
+                raise ValueError(f"{result}; return a {base.__name__}")
         if self.normaliser.signed and self.renormalise:
             name = type(spec.normaliser).__name__
             raise ValueError(f"{name}.renormalise=True: weights can be negative and sum to 0; set it to False")
-        self.bias = spec.bias.build(shape.n_heads, shape.context_length)
-        self.gate = spec.gate.build(shape)
         self.rotary_dim = shape.head_dim // self.normaliser.maps
         self.qk_norm = spec.qk_norm
         if spec.qk_norm:

@@ -34,7 +34,7 @@ def evaluate_command(options: argparse.Namespace, overrides: list[str]) -> int:
     DivergedError if a metric is not finite.
     """
     from lit_lazy.config.overrides import apply_overrides
-    from lit_lazy.measure.evaluation import compute_size_metrics
+    from lit_lazy.measure.evaluation import compute_size_metrics, measure_evaluation
     from lit_lazy.training import checkpoints
     from lit_lazy.training.check_before_run import check_evaluations
     from lit_lazy.training.execution import select_training_device
@@ -49,7 +49,7 @@ def evaluate_command(options: argparse.Namespace, overrides: list[str]) -> int:
         cfg, _ = apply_overrides(cfg, [f"--evaluations={options.evaluations}"])
         check_evaluations(cfg, model)
         for evaluation in cfg.evaluations:
-            print_metrics(evaluation.measure(model, cfg.data))
+            print_metrics(measure_evaluation(evaluation, model, cfg.data))
         return 0
     source = checkpoints.load_data_for(options.checkpoint, trained, cfg.data)
     measured = measure_model(module, source, maps=None)

@@ -154,8 +154,12 @@ def require_unedited_code(config: Any) -> None:
 
 
 def _find_user_classes(config: Any) -> list[type]:
-    own = __name__.partition(".")[0]
-    return [cls for cls in iter_classes(config) if cls.__module__.partition(".")[0] != own]
+    return [cls for cls in iter_classes(config) if is_users(cls)]
+
+
+def is_users(cls: type) -> bool:
+    """Whether a class is none of this project."""
+    return cls.__module__.partition(".")[0] != __name__.partition(".")[0]
 
 
 def iter_classes(config: Any) -> Iterator[type]:

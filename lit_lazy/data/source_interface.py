@@ -7,22 +7,40 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from lit_lazy.support.checks import CheckedFields
+from lit_lazy.support.checks import (
+    Bounds,
+    CheckedFields,
+    NonEmptyText,
+    PositiveFloat,
+    PositiveInt,
+    Share,
+    check_value,
+    require,
+)
+from lit_lazy.support.names_to_paths import is_metric_name
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from lit_lazy.data.pipeline.tokeniser import Tokenizer
 
 Batch = dict[str, Tensor]
 IGNORED = -100
 """Target value excluded from every loss."""
+CHECKED_SEQUENCES = 64
+"""Sequences whose tokens are checked; a corpus may exceed the memory."""
+FACTS = {
+    **dict.fromkeys(("optimum_nats", "chance_nats", "unigram_bits_per_byte", "trigram_bits_per_byte"), float),
+    **dict.fromkeys(("validation_overlap", "lossy_documents"), Share),
+    "bytes_per_token": PositiveFloat,
+    "train_tokens": PositiveInt,
+}
+"""What `DataSource.info` may hold that figures are computed from."""
 SEQUENCES_AT_ONCE = 1024
 """Sequences whose targets are counted at a time."""
 
@@ -114,15 +132,16 @@ class TokenDataset(Dataset[Batch]):
         targets: Tensor | None = None,
         check: Callable[[int | list[int]], object] | None = None,
     ):
-        """targets: integer `[N, L]`, predicted instead of the next tokens; `IGNORED` for no prediction.
+        """All may be arrays too. targets: integer `[N, L]`, predicted instead of the next tokens; `IGNORED` for no
+        prediction.
 
         Every sequence must have the same number of predicted targets, so that the mean loss over the parts of a batch
         equals that of the batch.
         check: called with the indices of sequences before they are read.
         """
-        self.sequences = sequences
-        self.positions = positions or {}
-        self.targets = targets
+        self.sequences = torch.as_tensor(sequences)
+        self.positions = {name: torch.as_tensor(values) for name, values in (positions or {}).items()}
+        self.targets = None if targets is None else torch.as_tensor(targets)
         self.check = check
 
     @cached_property
@@ -132,6 +151,29 @@ class TokenDataset(Dataset[Batch]):
             return [self.sequences.shape[1] - 1]
         blocks = self.targets.split(SEQUENCES_AT_ONCE)
         return sorted({number for block in blocks for number in (block.long() != IGNORED).sum(1).tolist()})
+
+    def check_contents(self, name: str, vocab_size: int, context_length: int) -> None:
+        """Raise a one-line ValueError, which begins with a name, unless a model of these sizes can learn from it."""
+        tokens, shape = self.sequences, [len(self), context_length]
+        widths = {name: (tokens, context_length + 1)}
+        if self.targets is not None:
+            widths[f"{name}: targets"] = self.targets, context_length
+        for what, (x, width) in widths.items():
+            fits = list(x.shape) == [len(self), width] and not x.is_floating_point()
+            require(fits, what, f"{x.dtype} {list(x.shape)}", f"must be whole numbers of shape {[len(self), width]}")
+        for what, x in self.positions.items():
+            require(list(x.shape) == shape, f"{name}: positions[{what!r}]", list(x.shape), f"must be of shape {shape}")
+        require(len(tokens) > 0, name, list(tokens.shape), "must hold at least one sequence")
+        least, most = (int(x) for x in tokens[:CHECKED_SEQUENCES].long().aminmax())
+        require(least >= 0 and most < vocab_size, name, [least, most], f"tokens must be 0 to {vocab_size - 1}")
+        if self.targets is None:
+            return
+        sample, name = self.targets[:CHECKED_SEQUENCES].long(), f"{name}: targets"
+        invalid = sample[(sample != IGNORED) & ((sample < 0) | (sample >= vocab_size))].unique().tolist()
+        require(not invalid, name, invalid, f"must be 0 to {vocab_size - 1}, or {IGNORED} where nothing is predicted")
+        numbers = self.target_numbers
+        fix = "every sequence must have the same number, at least 1"
+        require(numbers[0] > 0 and len(numbers) == 1, name, numbers, fix)
 
     def __len__(self) -> int:
         return len(self.sequences)
@@ -189,12 +231,12 @@ class DocumentDataset(TokenDataset):
 class DataSource:
     """Loaded sequences of a run, and the facts about them that the run logs."""
 
-    name: str
-    vocab_size: int
+    name: NonEmptyText
+    vocab_size: PositiveInt
     """Number of token ids, including special ones: the size of the model's embedding."""
-    context_length: int
+    context_length: PositiveInt
     """L: number of tokens, and of targets, per sequence."""
-    fingerprint: str
+    fingerprint: NonEmptyText
     """Digest of the training and validation content actually used; part of a run's key."""
     info: dict[str, str | int | float]
     """Sizes, versions, and the losses of known predictors on the validation targets, as for `compute_learned_nats`."""
@@ -209,6 +251,30 @@ class DataSource:
     """Two of these groups; the difference of their attention mass is reported."""
     watched_key: int | None = None
     """Position, from 1, of a key whose weight is measured in addition to the first key's."""
+
+    def __post_init__(self) -> None:
+        plain = {name: x.item() if isinstance(x, np.generic | Tensor) else x for name, x in self.info.items()}
+        object.__setattr__(self, "info", plain)
+
+    def check(self) -> None:
+        """Raise a one-line ValueError for what cannot be trained on, as far as the annotations do not say it."""
+        for name in ("name", "fingerprint"):
+            require(getattr(self, name).isprintable(), name, getattr(self, name), "must be one line")
+        for name in FACTS.keys() & self.info.keys():
+            check_value(f"info[{name!r}]", self.info[name], FACTS[name])
+        for part, data in (("train", self.train), ("validation", self.validation)):
+            data.check_contents(part, self.vocab_size, self.context_length)
+        masks = {name: self.validation.positions.get(name) for name in self.row_groups}
+        wrong = [name for name, mask in masks.items() if mask is None or mask.dtype != torch.bool]
+        require(not wrong, "row_groups", wrong, "must each be among the validation's positions, as bool")
+        unfit = [name for name in self.row_groups if not is_metric_name(f"mass/{name}")]
+        require(not unfit, "row_groups", unfit, "MLflow takes no metric of this name")
+        known = {*(self.row_contrast or ())} <= {*self.row_groups}
+        require(known, "row_contrast", self.row_contrast, f"must be two of row_groups={self.row_groups}")
+        check_value("watched_key", self.watched_key, Annotated[int, Bounds(ge=1, le=self.context_length)] | None)
+        oracle = self.validation.positions.get("oracle_nll")
+        finite = oracle is None or bool(oracle.isfinite().all())
+        require(finite, "validation: positions", "oracle_nll", "must be finite")
 
     @property
     def outline(self) -> Outline:

@@ -1,16 +1,19 @@
 """Metrics of a model on a validation set: loss, accuracy, first-key weight, mass, sparsity, tau, sizes."""
 
+import copy
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lit_lazy.attention import Attention, AttentionCall
 from lit_lazy.config.evaluation import Evaluation
+from lit_lazy.config.key import is_users
 from lit_lazy.config.schema import Precision
 from lit_lazy.data import IGNORED, Batch, DataConfig, DataSource
 from lit_lazy.data.sampler import validation_loader
@@ -20,7 +23,9 @@ from lit_lazy.measure.learned_parameters import collect_learned, describe_learne
 from lit_lazy.model.cpu_decoder import compute_hidden
 from lit_lazy.model.decoder import DecoderLM, flops_per_token
 from lit_lazy.model.loss import head_nll
-from lit_lazy.support.checks import require
+from lit_lazy.support.checks import Metric, check_value, require
+from lit_lazy.support.errors import explain, naming, naming_user_errors, short_repr
+from lit_lazy.support.names_to_paths import is_metric_name
 
 VARIED_BATCH = 32
 """Batch size of `Varied`."""
@@ -67,6 +72,35 @@ def evaluate(model: DecoderLM, source: DataSource, precision: Precision, batch_s
         one, other = source.row_contrast
         measured[f"mass/{one}_minus_{other}"] = measured[f"mass/{one}"] - measured[f"mass/{other}"]
     return measured | describe_learned(collect_learned(model))
+
+
+def measure_evaluation(evaluation: Evaluation, model: DecoderLM, data: DataConfig) -> dict[str, float]:
+    """The finite metrics of an evaluation by name.
+
+    A user's class measures a copy of the model, whose changes reach nothing else, and may return whatever is a number.
+    Raises a one-line ValueError that names it if it fails or returns something else.
+    """
+    found: Any
+    if not is_users(type(evaluation)):
+        found = evaluation.measure(model, data)
+    else:
+        with naming(f"evaluations: {type(evaluation).__name__}"), naming_user_errors("measure()"):
+            returned = evaluation.measure(copy.deepcopy(model), data)
+            require(isinstance(returned, Mapping), "measure()", returned, "must be a dict of numbers by name")
+            for name in returned:
+                taken = isinstance(name, str) and is_metric_name(name)
+                require(taken, "measure()", name, "MLflow takes no metric of this name")
+            found = {name: _to_number(name, value) for name, value in returned.items()}
+    return {name: value for name, value in found.items() if math.isfinite(value)}
+
+
+def _to_number(name: str, value: Any) -> float:
+    problem, fix = f"{name}={short_repr(value)}", "return a number"
+    with explain(problem, fix, TypeError, ValueError, ArithmeticError, RuntimeError):
+        number = float(value)
+    if math.isfinite(number):
+        check_value(name, number, Metric)
+    return number
 
 
 def list_metrics_of_rows(source: DataSource) -> set[str]:

@@ -67,6 +67,8 @@ NonNegativeFloat, PositiveFloat = Annotated[float, Bounds(ge=0)], Annotated[floa
 NonEmptyText = Annotated[str, Bounds(min_length=1)]
 Share = Annotated[float, Bounds(ge=0, le=1)]
 BelowOne = Annotated[float, Bounds(ge=0, lt=1)]
+Metric = Annotated[float, Bounds(ge=-1e150, le=1e150)]
+"""Of a size whose square is a number."""
 Threads = Annotated[int, Bounds(ge=1, le=1024)]
 """CPU threads of a process; torch crashes with tens of thousands."""
 
@@ -138,9 +140,7 @@ def fits(value: Any, hint: Any) -> bool:
         return False
     if hint is int:
         return isinstance(value, int) and not isinstance(value, bool) and -MOST <= value <= MOST
-    if hint in (bool, str, type(None)) or is_part(hint):
-        return isinstance(value, hint)
-    return True
+    return isinstance(value, hint) if isinstance(hint, type) and hint is not Any else True
 
 
 def is_part(hint: Any) -> bool:

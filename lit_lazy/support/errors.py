@@ -2,9 +2,11 @@
 
 import difflib
 import itertools
+import traceback
 import unicodedata
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 
 from lit_lazy.support.secrets import redact_text
 
@@ -30,6 +32,20 @@ def naming(what: str) -> Iterator[None]:
         yield
     except ValueError as error:
         raise ValueError(f"{what}: {error}") from None
+
+
+@contextmanager
+def naming_user_errors(what: str) -> Iterator[None]:
+    """Turn whatever a user's class raises into a one-line ValueError, with its last line instead of a traceback."""
+    try:
+        yield
+    except ValueError:
+        raise
+    except (Exception, SystemExit) as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        kind, _, text = describe_exception(error).partition(": ")
+        where = f"{what}: {kind} ({Path(last.filename).name}, line {last.lineno})"
+        raise ValueError(f"{where}{text and ': '}{text}") from error
 
 
 def sanitise(message: str) -> str:

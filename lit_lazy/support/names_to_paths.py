@@ -1,6 +1,7 @@
 """From names to paths: users' Python files, grids, models, entries of folders; deletion that stays in a folder."""
 
 import os
+import posixpath
 import re
 import shutil
 import stat
@@ -19,6 +20,10 @@ MADE = {"models/smollm2.ckpt": "make smollm2", "models/tokenizer.json": "make sm
 MODEL_SOURCES = "a folder with config.json and safetensors, a .gguf file, or a name on the Hub"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+LONGEST_METRIC = 250
+"""Characters that MLflow takes in the name of a metric."""
+NOT_IN_METRICS = re.compile(r"[^/\w.\- :]")
+"""Characters that MLflow does not take there."""
 LONGEST_NAME = 100
 """Bytes of a name that becomes part of a folder's name."""
 LONGEST_ENTRY = 255
@@ -163,3 +168,9 @@ def delete(path: Path, root: Path | None = None) -> None:
         pass
     finally:
         os.close(held)
+
+
+def is_metric_name(name: str) -> bool:
+    """Whether MLflow, which keeps metrics as files, takes a name: some characters only, no path of another form."""
+    inside = posixpath.normpath(name) == name and name != "." and not name.startswith(("..", "/"))
+    return inside and len(name) <= LONGEST_METRIC and not NOT_IN_METRICS.search(name)

@@ -4,8 +4,6 @@ A table omits columns whose metric no cell has.
 """
 
 import math
-import posixpath
-import re
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -13,12 +11,9 @@ from typing import Any, Literal
 
 from lit_lazy.support.checks import PositiveFloat, check_kinds, require
 from lit_lazy.support.errors import short_repr
+from lit_lazy.support.names_to_paths import LONGEST_METRIC, is_metric_name
 from lit_lazy.table.statistics import RESOLUTION
 
-LONGEST = 250
-"""Characters of a key, title or name: as many as a metric's name has in MLflow."""
-REFUSED = re.compile(r"[^/\w.\- :]")
-"""Characters that MLflow does not take in the name of a metric."""
 MOST_DIGITS = 20
 
 
@@ -103,15 +98,9 @@ class Column:
         return title + (f" ({unit})" if unit else "") + {"lower": " ↓", "higher": " ↑", None: ""}[self.better]
 
 
-def is_metric_name(name: str) -> bool:
-    """Whether MLflow takes a name for a metric: some characters only, and no path that has another form."""
-    inside = posixpath.normpath(name) == name and name != "." and not name.startswith(("..", "/"))
-    return inside and len(name) <= LONGEST and not REFUSED.search(name)
-
-
 def _require_printable(what: str, text: str) -> None:
-    fix = f"must be 1 to {LONGEST} printable characters"
-    require(0 < len(text) <= LONGEST and text.isprintable(), what, text, fix)
+    fix = f"must be 1 to {LONGEST_METRIC} printable characters"
+    require(0 < len(text) <= LONGEST_METRIC and text.isprintable(), what, text, fix)
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,9 @@ from functools import cached_property
 from typing import Any, Literal
 
 from lit_lazy.support.errors import escape_controls, short_repr
+from lit_lazy.support.names_to_paths import LONGEST_METRIC, NOT_IN_METRICS
 from lit_lazy.table.column_statistics import Effect, Measure, Summary, compute_effects, measure_rows, summarise
-from lit_lazy.table.columns import LONGEST, REFUSED, Column, Contrast
+from lit_lazy.table.columns import Column, Contrast
 from lit_lazy.table.declaration import Declaration, Verdict
 from lit_lazy.table.verdict_text import judge
 
@@ -29,12 +30,13 @@ STATUS_ORDER = (*UNFINISHED, "complete")
 
 def make_outcome_name(key: str, row: str) -> str:
     """The name in MLflow of a row's mean of a metric. A row's name may have any printable characters, and be long."""
-    return REFUSED.sub("_", f"{key}/{row}")[: LONGEST - 10].rstrip("./")
+    return NOT_IN_METRICS.sub("_", f"{key}/{row}")[: LONGEST_METRIC - 10].rstrip("./")
 
 
 def check_row_name(name: object) -> None:
     """Raise a one-line ValueError if MLflow, a table or a terminal cannot have a row of this name."""
-    if not isinstance(name, str) or not 0 < len(name) <= LONGEST or not name.isprintable() or name.strip() != name:
+    is_text = isinstance(name, str) and name.isprintable() and name.strip() == name
+    if not is_text or not 0 < len(name) <= LONGEST_METRIC:
         raise ValueError(f"row {short_repr(name)} has an empty, long or unprintable name; rename it")
     if posixpath.normpath(f"key/{name}") != f"key/{name}":
         fix = "leave out //, /./, /../ and outer slashes"

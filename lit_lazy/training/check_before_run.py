@@ -1,21 +1,18 @@
 """Checks of a run before anything is created."""
 
-import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from pathlib import Path
+from contextlib import suppress
 
 import torch
 
-from lit_lazy.attention import Attention, MixerModule, PassInputs
-from lit_lazy.config.key import hash_model
+from lit_lazy.attention import Attention
+from lit_lazy.config.key import hash_model, is_users, iter_classes
 from lit_lazy.config.schema import ModelConfig, RunConfig
-from lit_lazy.data import IGNORED, DataConfig, DataSource, TokenDataset
-from lit_lazy.data.source_interface import Outline
+from lit_lazy.data import DataConfig, DataSource
+from lit_lazy.data.source_interface import CHECKED_SEQUENCES, Outline
 from lit_lazy.model.decoder import DecoderLM, build_empty
 from lit_lazy.model.loss import LOGITS_AT_ONCE
-from lit_lazy.support.checks import PositiveInt, check_value, require
-from lit_lazy.support.errors import describe_exception, naming, short_repr
+from lit_lazy.support.checks import check_kinds, require
+from lit_lazy.support.errors import naming, naming_user_errors, short_repr
 from lit_lazy.support.machine import require_memory
 from lit_lazy.training.execution import Execution, find_missing_gpu, select_training_device
 from lit_lazy.training.parameter_groups import freeze_others, require_loaded
@@ -24,8 +21,6 @@ BYTES_PER_NUMBER = 4
 """Weights, gradients and moments are float32."""
 BYTES_PER_LAYER = 2**15
 """Size of a layer's module objects, without parameters."""
-CHECKED_SEQUENCES = 64
-"""Sequences whose tokens are checked; a corpus may exceed the memory."""
 
 
 def check_model(cfg: ModelConfig, context_length: int, documents: bool = False, elsewhere: bool = False) -> None:
@@ -35,7 +30,8 @@ def check_model(cfg: ModelConfig, context_length: int, documents: bool = False, 
     """
     # The first layer is built here even if the run is elsewhere.
     require_memory({"model.d_model": cfg.d_model}, BYTES_PER_NUMBER * 2 * cfg.d_model * _projection_width(cfg))
-    mixer = _build_attention(cfg, context_length) if cfg.mixer.attends else _build_mixer(cfg, context_length)
+    with naming_user_errors("model"):
+        mixer = _build_attention(cfg, context_length) if cfg.mixer.attends else cfg.build_mixer(0, context_length)
     cfg.position.build(cfg.d_model, mixer.rotary_dim, context_length)
     if elsewhere:
         return
@@ -48,40 +44,13 @@ def check_model(cfg: ModelConfig, context_length: int, documents: bool = False, 
 def _build_attention(cfg: ModelConfig, context_length: int) -> Attention:
     """That of the first layer; the others' normalisers are built too."""
     shape = cfg.layer_shape(0, context_length)
-    with _naming_user_errors("model.attention"):
-        attention = Attention(cfg.attention, shape, cfg.backend)
-        attention.normaliser.probe(shape.n_heads, shape.head_dim, shape.d_model, torch.device("cpu"))
-        for layer in range(1, cfg.n_layers):
-            cfg.attention.normaliser.build(cfg.layer_shape(layer, context_length))
-        attention.compute_bias(context_length)
-        attention.bias.probe(context_length)
+    attention = Attention(cfg.attention, shape, cfg.backend)
+    attention.normaliser.probe(shape.n_heads, shape.head_dim, shape.d_model, torch.device("cpu"))
+    for layer in range(1, cfg.n_layers):
+        cfg.attention.normaliser.build(cfg.layer_shape(layer, context_length))
+    attention.compute_bias(context_length)
+    attention.bias.probe(context_length)
     return attention
-
-
-def _build_mixer(cfg: ModelConfig, context_length: int) -> MixerModule:
-    name = f"model.mixer={type(cfg.mixer).__name__}"
-    tokens = torch.zeros(1, 2, cfg.d_model)
-    with _naming_user_errors(name):
-        mixer = cfg.build_mixer(0, context_length)
-        found: object = type(mixer).__name__
-        if isinstance(mixer, MixerModule):
-            found = mixer(tokens, PassInputs(lambda heads: heads))[0].shape
-    require(found == tokens.shape, name, found, f"let build return a MixerModule that gives {list(tokens.shape)} here")
-    return mixer
-
-
-@contextmanager
-def _naming_user_errors(what: str) -> Iterator[None]:
-    """Turn whatever a user's class raises into a one-line ValueError, with its last line instead of a traceback."""
-    try:
-        yield
-    except ValueError:
-        raise
-    except (Exception, SystemExit) as error:
-        last = traceback.extract_tb(error.__traceback__)[-1]
-        kind, _, text = describe_exception(error).partition(": ")
-        where = f"{what}: {kind} ({Path(last.filename).name}, line {last.lineno})"
-        raise ValueError(f"{where}{text and ': '}{text}") from error
 
 
 def check_size(
@@ -155,6 +124,10 @@ def _check_run(cfg: RunConfig, data: Outline, execution: Execution | None, elsew
         at_a_time = execution.evaluation_batch_size(cfg.train.batch_size), execution.checkpoint_activations
         check_size(cfg.model, data.vocab_size, data.context_length, *at_a_time, state=state)
     check_model(cfg.model, data.context_length, data.document_mask, elsewhere)
+    if any(map(is_users, (*iter_classes(cfg.model), *iter_classes(cfg.train)))):
+        from lit_lazy.training.rehearsal import rehearse  # late: it imports Lightning
+
+        rehearse(cfg, data.context_length, data.document_mask)
     fix = f"model.mixer={type(cfg.model.mixer).__name__} carries its state across documents; leave it False"
     require(cfg.model.mixer.attends or not data.document_mask, "data.document_mask", data.document_mask, fix)
     if cfg.init_from is not None:
@@ -172,8 +145,7 @@ def _check_run(cfg: RunConfig, data: Outline, execution: Execution | None, elsew
 def check_evaluations(cfg: RunConfig, model: DecoderLM) -> None:
     """Raises a one-line ValueError if an evaluation does not support the model or its data."""
     for evaluation in cfg.evaluations:
-        name = f"evaluations: {type(evaluation).__name__}"
-        with _naming_user_errors(name), naming(name):
+        with naming(f"evaluations: {type(evaluation).__name__}"), naming_user_errors("check()"):
             evaluation.check(model, cfg.data)
 
 
@@ -189,43 +161,21 @@ def load_outline(config: DataConfig, elsewhere: bool = False) -> Outline:
     """
     if outline_loads(config):
         return load_data(config).outline
-    with _naming_user_errors(f"data={type(config).__name__}"):
+    with naming_user_errors(f"data={type(config).__name__}"):
         return config.outline_elsewhere() if elsewhere else config.outline()
 
 
 def load_data(config: DataConfig) -> DataSource:
     """Load and check a data config's data. Raises a one-line ValueError if either fails."""
     name = f"data={type(config).__name__}"
-    with _naming_user_errors(name):
+    with naming_user_errors(name):
         source = config.load()
     if not isinstance(source, DataSource):
         raise ValueError(f"{name}: load() returned {short_repr(source)}; let it return a DataSource")
-    for attribute in ("vocab_size", "context_length"):
-        check_value(f"{name}: {attribute}", getattr(source, attribute), PositiveInt)
-    for attribute in ("name", "fingerprint"):
-        text = getattr(source, attribute)
-        require(isinstance(text, str) and text.isprintable(), f"{name}: {attribute}", text, "must be one line")
-    plain = isinstance(source.info, dict) and all(isinstance(fact, str | int | float) for fact in source.info.values())
-    require(plain, f"{name}: info", source.info, "must be texts and numbers by name")
-    for part in ("train", "validation"):
-        _check_sequences(f"{name}: {part}", getattr(source, part), source)
+    check_kinds(name, source)
+    with naming(name):
+        source.check()
     return source
-
-
-def _check_sequences(part: str, found: object, source: DataSource) -> None:
-    if not isinstance(found, TokenDataset):
-        raise ValueError(f"{part}={short_repr(found)}: must be a TokenDataset")
-    tokens, width = found.sequences, source.context_length + 1
-    fits = tokens.ndim == 2 and tokens.shape[1] == width and not tokens.is_floating_point()
-    require(fits, part, f"{tokens.dtype} {list(tokens.shape)}", f"must be whole numbers of shape [N, {width}]")
-    require(len(tokens) > 0, part, list(tokens.shape), "must hold at least one sequence")
-    least, most = (int(x) for x in tokens[:CHECKED_SEQUENCES].long().aminmax())
-    in_vocabulary = least >= 0 and most < source.vocab_size
-    require(in_vocabulary, part, [least, most], f"tokens must be 0 to {source.vocab_size - 1}")
-    if found.targets is not None:
-        _check_targets(part, found, found.targets, source.vocab_size)
-    missing = sorted({*source.row_groups} - found.positions.keys()) if part.endswith("validation") else []
-    require(not missing, f"{part}: row_groups", missing, "has no such positions")
 
 
 def validates_on_training(source: DataSource) -> bool:
@@ -233,14 +183,3 @@ def validates_on_training(source: DataSource) -> bool:
     count = min(CHECKED_SEQUENCES, len(source.train), len(source.validation))
     first, other = (part.sequences[:count].long() for part in (source.train, source.validation))
     return torch.equal(first, other)
-
-
-def _check_targets(part: str, found: TokenDataset, targets: torch.Tensor, vocab_size: int) -> None:
-    name, shape = f"{part}: targets", [len(found), found.sequences.shape[1] - 1]
-    fits = list(targets.shape) == shape and not targets.is_floating_point()
-    require(fits, name, f"{targets.dtype} {list(targets.shape)}", f"must be whole numbers of shape {shape}")
-    sample = targets[:CHECKED_SEQUENCES].long()
-    invalid = sample[(sample != IGNORED) & ((sample < 0) | (sample >= vocab_size))].unique().tolist()
-    require(not invalid, name, invalid, f"must be 0 to {vocab_size - 1}, or {IGNORED} where nothing is predicted")
-    numbers = found.target_numbers
-    require(numbers[0] > 0 and len(numbers) == 1, name, numbers, "every sequence must have the same number, at least 1")

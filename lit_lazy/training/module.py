@@ -130,13 +130,13 @@ class LitLM(L.LightningModule):
             self._is_sharded = True
 
     def training_step(self, batch: Batch, batch_index: int) -> Tensor:
-        terms = self._compute_terms(batch, batch_index)
+        terms = self.compute_terms(batch, batch_index)
         for name, value in terms.items():
             self._means[name] = self._means.get(name, 0) + value.detach() / self.parts
         loss, *added = terms.values()
         return sum(added, loss)
 
-    def _compute_terms(self, batch: Batch, batch_index: int) -> dict[str, Tensor]:
+    def compute_terms(self, batch: Batch, batch_index: int) -> dict[str, Tensor]:
         """The terms of a batch's loss, whose first is the cross-entropy."""
         targets, place, z_loss = batch["targets"], batch.get("place"), self.cfg.train.z_loss
         dropout_keys, added = self._dropout_keys(targets, batch_index), {}

@@ -61,7 +61,7 @@ def lr_factor(step: int, cfg: TrainConfig) -> float:
     if step < cfg.warmup_steps:
         return (step + 1) / cfg.warmup_steps
     progress = (step - cfg.warmup_steps) / (cfg.steps - cfg.warmup_steps)
-    return cfg.schedule.factor(min(progress, 1.0), cfg.final_lr_fraction)
+    return float(cfg.schedule.factor(min(progress, 1.0), cfg.final_lr_fraction))
 
 
 def build_optimizer(model: DecoderLM, cfg: TrainConfig) -> torch.optim.Optimizer:

@@ -18,13 +18,13 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import Logger
 
 from lit_lazy.config.evaluation import Evaluation
-from lit_lazy.config.key import cell_key, evaluation_key, list_user_files, training_key
+from lit_lazy.config.key import cell_key, evaluation_key, is_users, list_user_files, training_key
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.serialisation import to_dict
 from lit_lazy.data import DataConfig, DataSource, describe_repetition
 from lit_lazy.measure.diagnostic_arrays import Diagnostics
 from lit_lazy.measure.diagnostics import STRONGEST, Maps, measure, sample_validation
-from lit_lazy.measure.evaluation import compute_size_metrics, evaluate
+from lit_lazy.measure.evaluation import compute_size_metrics, evaluate, measure_evaluation
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.support.checks import require
 from lit_lazy.support.disk import quarantine
@@ -182,6 +182,8 @@ def _run(
             log.warning("%s: %s; choose a lower threshold", problem, effect)
         started, time_monitor = time.perf_counter(), TimeMonitor()
         checkpoint, first_step = _find_checkpoint(folder, cfg, module)
+        for own in (one for one in cfg.evaluations if is_users(type(one)) and first_step == 0):
+            measure_evaluation(own, module.model, cfg.data)  # what is wrong with it costs no training
         final = folder / FINAL_CHECKPOINT if keep_checkpoint else None
         if group:
             settings = {"config": to_dict(cfg), "execution": asdict(execution), "files": list_user_files(cfg)}
@@ -305,7 +307,7 @@ def _evaluate(
     measured, taken = dict[str, dict[str, float]](), {*known}
     for one in evaluations:
         key = evaluation_key(one)
-        found = {name: value for name, value in one.measure(model, data).items() if math.isfinite(value)}
+        found = measure_evaluation(one, model, data)
         if both := sorted(taken & found.keys()):
             apart = f"{type(one).__name__}-{key[:6]}/"
             log.warning("evaluations: %s is measured twice; that of %r is %s", both[0], one, apart + both[0])

@@ -11,7 +11,7 @@ from typing import Any
 
 from filelock import BaseFileLock, SoftFileLease, Timeout
 
-from lit_lazy.support.checks import PositiveInt, check_value, require
+from lit_lazy.support.checks import Metric, PositiveInt, check_value, require
 from lit_lazy.support.disk import guards, quarantine, write_text
 from lit_lazy.support.locks import is_held, make_file_lock, read_id
 from lit_lazy.support.names_to_paths import delete, join_name
@@ -31,8 +31,6 @@ FORMAT, RESULT_FORMAT = 1, 1
 TAIL_BYTES = 2**16
 """Bytes at the end of a metric file that hold its last records."""
 RESULT, FINAL_CHECKPOINT, DIAGNOSTICS, METRICS = "result.json", "final.ckpt", "diagnostics.npz", "metrics.jsonl"
-LARGEST = 1e150
-"""Largest size of a metric."""
 log = logging.getLogger("lit_lazy.training.run_folder")
 
 
@@ -175,7 +173,7 @@ class RunResult:
     key: str
     config: dict[str, Any]
     data: dict[str, str | int | float]
-    metrics: dict[str, float]
+    metrics: dict[str, Metric]
     """Final values, without metrics that are undefined for this variant."""
     labels: dict[str, str]
     timings: dict[str, float]
@@ -227,8 +225,6 @@ class RunResult:
         check_value("config.train.steps", train.get("steps") if isinstance(train, Mapping) else None, PositiveInt)
         require("loss/val" in result.metrics, "metrics", result.metrics, "must have loss/val")
         require("git_sha" in result.environment, "environment", result.environment, "must have git_sha")
-        for name, value in result.metrics.items():
-            require(abs(value) <= LARGEST, name, value, f"must be at most {LARGEST:g}, so that its square is a number")
         return result
 
     @classmethod

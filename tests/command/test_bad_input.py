@@ -222,9 +222,20 @@ LOADS = {
     "return None": "data=Mine: load() returned None; let it return a DataSource",
     "return but(vocab_size=10**12)": MEMORY,
     "return but(vocab_size=3)": "tokens must be 0 to 2",
-    "return but(context_length=9)": "must be whole numbers of shape [N, 10]",
+    "return but(context_length=9)": "must be whole numbers of shape [256, 10]",
     "return but(train=TokenDataset(NONE, targets=NONE))": "must be whole numbers of shape [64, 16]",
-    "return but(fingerprint=None)": "data=Mine: fingerprint=None: must be one line",
+    "return but(fingerprint=None)": "data=Mine: fingerprint=None: must be text",
+    "return but(train=[1])": "data=Mine: train=[1]: must be a TokenDataset",
+    "return but(info={'bytes_per_token': 0})": "data=Mine: info['bytes_per_token']=0: must be a finite number above 0",
+    "return but(info={'chance_nats': 'high'})": "info['chance_nats']='high': must be a finite number",
+    "return but(info={'note': float('nan')})": "info={'note': nan}: must be a dict, each key text, each value text or",
+    "return but(watched_key=0)": "watched_key=0: must be a whole number of at least 1 and at most 16 or None",
+    "return but(row_contrast=('trigger', 'x'))": "row_contrast=('trigger', 'x'): must be two of row_groups=(",
+    "return but(row_groups=('oracle_nll',))": "row_groups=['oracle_nll']: must each be among the validation's",
+    "return but(validation=TokenDataset(NONE, {'x': NONE}))": "validation: positions['x']=[64, 17]: must be of shape",
+    "return but(validation=TokenDataset(NONE, {'oracle_nll': NONE[:, 1:] / 0}), row_groups=(), row_contrast=None)": (
+        "validation: positions='oracle_nll': must be finite"
+    ),
     "return but(validation=TokenDataset(NONE[:0]))": "must hold at least one sequence",
     "return but(train=TokenDataset(NONE, targets=NONE[:, 1:] - 1))": (
         "train: targets=[-1]: must be 0 to 16, or -100 where nothing is predicted"
@@ -232,7 +243,7 @@ LOADS = {
     f"return but(train=TokenDataset(torch.zeros(80, 17).long(), {UNEQUAL}))": (
         "train: targets=[2, 16]: every sequence must have the same number, at least 1"
     ),
-    "return but(row_groups=('nothing',))": "row_groups=['nothing']: has no such positions",
+    "return but(row_groups=('nothing',))": "row_groups=['nothing']: must each be among the validation's positions",
 }
 
 

@@ -1,6 +1,8 @@
 """Evaluations of final models: part of the key, checked before training, equal to plain sums."""
 
 import dataclasses
+import math
+import re
 import sys
 
 import numpy as np
@@ -22,6 +24,7 @@ from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.training import checkpoints
 from lit_lazy.training.check_before_run import prepare
 from lit_lazy.training.run import run
+from lit_lazy.training.run_folder import RunResult
 
 TINY = experiment("backcopy_tiny")
 LENGTHS, STREAMING = Lengths((1, 2), sequences=8), Streaming((0, 2), window=5, sequences=4)
@@ -171,6 +174,49 @@ def test_they_leave_the_model_as_it_was():
     assert all(p.grad is None for p in model.parameters())
     assert not any(part._forward_pre_hooks or part._forward_hooks for part in model.modules())
     assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
+
+
+NUMBERS = {"int": 3, "bool": True, "numpy": np.float32(0.5), "tensor": torch.tensor([2.5]), "undefined": math.inf}
+WRONG = {
+    "must be a dict of numbers by name": [1.0],
+    "mine/a='high' (could not convert": {"mine/a": "high"},
+    "mine/a={'b': 1} (float() argument": {"mine/a": {"b": 1}},
+    "mine/a=tensor([0., 0.]) (": {"mine/a": torch.zeros(2)},
+    f"mine/a={10**400} ("[:100]: {"mine/a": 10**400},
+    "mine/a=1e+200: must be a finite number of at least": {"mine/a": 1e200},
+    "measure()=3: MLflow takes no metric of this name": {3: 1.0},
+    "measure()='a\\n': MLflow takes no metric of this name": {"a\n": 1.0},
+    "ZeroDivisionError (test_evaluations.py, line": ZeroDivisionError(),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Returning(Evaluation):
+    """Changes the model that it is given, and returns or raises what it is told."""
+
+    number: int = -1
+
+    def measure(self, model, data):  # noqa: ARG002
+        model.train()
+        torch.nn.init.zeros_(model.embedding.weight)
+        returned = NUMBERS if self.number < 0 else [*WRONG.values()][self.number]
+        if isinstance(returned, Exception):
+            raise returned
+        return returned
+
+
+def test_a_users_metric_may_return_any_number_and_changes_nothing(tmp_path):
+    alone, both = (run(dataclasses.replace(TINY, evaluations=x), tmp_path / str(len(x))) for x in [(), (Returning(),)])
+    assert both.metrics == alone.metrics | {"int": 3.0, "bool": 1.0, "numpy": 0.5, "tensor": 2.5}
+    assert RunResult.load(tmp_path / "1" / "result.json").metrics == both.metrics
+
+
+@pytest.mark.parametrize("number", range(len(WRONG)), ids=WRONG)
+def test_a_wrong_metric_is_named_before_the_training(number, tmp_path):
+    with pytest.raises(ValueError, match=re.escape([*WRONG][number])) as raised:
+        run(dataclasses.replace(TINY, evaluations=(Returning(number),)), tmp_path)
+    assert str(raised.value).startswith("evaluations: Returning: ")
+    assert not (tmp_path / "checkpoints" / "last.ckpt").exists()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,269 @@
+"""A user's part that would make a model wrong without a word is refused before anything is created."""
+
+import dataclasses
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lit_lazy.attention import Bias, BiasTerms, Gate, Mixer, MixerModule, Normaliser, Position
+from lit_lazy.attention.bias import BiasModule
+from lit_lazy.attention.layer import GateModule
+from lit_lazy.attention.normaliser import SoftmaxModule
+from lit_lazy.attention.position import PositionModule
+from lit_lazy.config.schema import RunConfig
+from lit_lazy.config.serialisation import replace_at
+from lit_lazy.config.user_files import experiment
+from lit_lazy.optim import Distillation, Optimiser, Schedule
+from lit_lazy.training.check_before_run import prepare_outline
+from lit_lazy.training.rehearsal import rehearse
+
+TINY = experiment("backcopy_tiny")
+LATER, AGAIN = "later tokens change the logits", "a second pass gives other logits"
+DECODED = "decoding with a cache gives other logits"
+
+
+class OwnGate(GateModule):
+    def __init__(self, gate):
+        super().__init__()
+        self.gate, self.w, self.τ = gate, nn.Parameter(torch.zeros(16)), nn.Parameter(torch.ones(1))
+
+    def forward(self, out, x, v):  # noqa: ARG002
+        return self.gate(self, out * self.τ, x)
+
+
+GATES = {
+    "": lambda self, out, x: out * self.w.sigmoid(),  # noqa: ARG005
+    LATER: lambda self, out, x: out * (self.w + x.mean(1)).sigmoid()[:, None, None],
+    "depend on the others of its batch": lambda self, out, x: out * (self.w + x.mean(0)).sigmoid(),
+    AGAIN: lambda self, out, x: nn.functional.dropout(out * self.w.sigmoid()),  # noqa: ARG005
+    "not finite at the start": lambda self, out, x: out / self.w,  # noqa: ARG005
+    "in a rehearsal: AttributeError (layer.py": lambda self, out, x: None,  # noqa: ARG005
+    "blocks.0.attention.gate.w get no gradient": lambda self, out, x: out * self.w.detach().sigmoid(),  # noqa: ARG005
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class OwnGated(Gate):
+    said: str
+
+    def build(self, shape):  # noqa: ARG002
+        return OwnGate(GATES[self.said])
+
+
+@dataclasses.dataclass(frozen=True)
+class NoModule(Gate):
+    def build(self, shape):  # noqa: ARG002
+        return lambda out, x, v: out  # noqa: ARG005
+
+
+class OwnPosition(PositionModule):
+    def __init__(self, encode, relative):
+        super().__init__()
+        self.encode, self.relative = encode, relative
+
+    def embed(self, x, offset, places=None):
+        return x + self.encode(x, offset + torch.arange(x.shape[1]) if places is None else places)[..., None] / 16
+
+
+POSITIONS = {
+    "": lambda x, places: places,  # noqa: ARG005
+    LATER: lambda x, places: places / x.shape[1],
+    DECODED: lambda x, places: torch.arange(x.shape[1]),  # noqa: ARG005
+    "declares relative = True, but logits depend": lambda x, places: places,  # noqa: ARG005
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class OwnEncoding(Position):
+    said: str
+
+    def build(self, d_model, head_dim, context_length):  # noqa: ARG002
+        return OwnPosition(POSITIONS[self.said], relative="relative" in self.said)
+
+
+class OwnBias(BiasModule):
+    def __init__(self, compute):
+        super().__init__()
+        self.compute = compute
+
+    def forward(self, n_keys):
+        return BiasTerms(table=self.compute(torch.arange(n_keys).float())[None])
+
+
+BIASES = {
+    "": lambda distances: -distances,
+    LATER: lambda distances: distances / len(distances),
+    AGAIN: torch.rand_like,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class OwnTable(Bias):
+    said: str
+
+    def build(self, n_heads, context_length):  # noqa: ARG002
+        return OwnBias(BIASES[self.said])
+
+
+class OwnMixer(MixerModule):
+    """Without a cache, so only trained."""
+
+    rotary_dim = 16
+
+    def __init__(self, mix):
+        super().__init__()
+        self.mix = mix
+
+    def backend_name(self, documents=False):  # noqa: ARG002
+        return "own"
+
+    def new_cache(self):
+        raise NotImplementedError
+
+    def flops_per_token(self, context_length):  # noqa: ARG002
+        return 0
+
+    def forward(self, x, inputs):  # noqa: ARG002
+        return self.mix(x), None
+
+
+MIXERS = {"": lambda x: x.cumsum(1), LATER: lambda x: x.flip(1).cumsum(1).flip(1), "RuntimeError": lambda x: x[..., 1:]}
+
+
+@dataclasses.dataclass(frozen=True)
+class OwnMix(Mixer):
+    said: str
+
+    def build(self, shape):  # noqa: ARG002
+        return OwnMixer(MIXERS[self.said])
+
+
+OPTIMISERS = {
+    "": lambda groups: torch.optim.LBFGS([p for group in groups for p in group["params"]]),
+    "are not in the optimiser's groups": lambda groups: torch.optim.SGD(groups[:1]),
+    "'NoneType' object has no attribute": lambda groups: None,  # noqa: ARG005
+    "SparseAdam does not": lambda groups: torch.optim.SparseAdam([p for group in groups for p in group["params"]]),
+    "are not finite after a step": lambda groups: torch.optim.SGD(
+        [group | {"lr": 1e38, "weight_decay": 1e6} for group in groups]
+    ),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class OwnOptimiser(Optimiser):
+    said: str
+
+    def build(self, groups, matrices, betas):  # noqa: ARG002
+        return OPTIMISERS[self.said](groups)
+
+
+SCHEDULES = {
+    "": lambda progress: torch.tensor(1 - progress),
+    "the schedule's factor at step 4=-0.5: must be": lambda progress: 0.5 - 2 * progress,
+    "ZeroDivisionError (test_rehearsal.py": lambda progress: 1 / (1 - progress),
+    "changes from call to call": lambda progress: torch.rand(1),  # noqa: ARG005
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class OwnSchedule(Schedule):
+    said: str
+
+    def factor(self, progress, final):  # noqa: ARG002
+        return SCHEDULES[self.said](progress)
+
+
+TERMS: dict[str, Any] = {
+    "": torch.zeros(()),
+    "distillation is nan": torch.tensor(torch.nan),
+    "give a tensor with one": torch.zeros(2),
+    "distillation is 0.5": 0.5,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class OwnTerm(Distillation):
+    said: str
+
+    def compute(self, passes):  # noqa: ARG002
+        return TERMS[self.said]
+
+
+PARTS = {
+    "model.attention.gate": (OwnGated, GATES),
+    "model.position": (OwnEncoding, POSITIONS),
+    "model.attention.bias": (OwnTable, BIASES),
+    "model.mixer": (OwnMix, MIXERS),
+    "train.optimiser": (OwnOptimiser, OPTIMISERS),
+    "train.schedule": (OwnSchedule, SCHEDULES),
+    "train.distillation": (OwnTerm, TERMS),
+}
+CASES = [(path, made, said) for path, (made, every) in PARTS.items() for said in every]
+
+
+@pytest.mark.parametrize(("path", "made", "said"), CASES, ids=[f"{path} {said}" for path, _, said in CASES])
+def test_a_users_part_is_tried_first(path: str, made: Any, said: str) -> None:
+    cfg = replace_at(TINY, {path: made(said), "init_from": "any" if made is OwnTerm else None})
+    with pytest.raises(ValueError, match=rf"^{made.__name__}: ") if said else nullcontext() as raised:
+        rehearse(cfg, 16, documents=False)
+    assert not said or said in str(raised.value)
+
+
+def test_documents_are_rehearsed_where_they_are_apart() -> None:
+    cfg = replace_at(TINY, {"model.attention.gate": OwnGated("")})
+    rehearse(cfg, 16, documents=True)
+    forgetful = replace_at(cfg, {"model.position": OwnForgetful()})
+    rehearse(forgetful, 16, documents=False)
+    with pytest.raises(ValueError, match="the logits of a document depend on the one before it"):
+        rehearse(forgetful, 16, documents=True)
+
+
+class WithoutPlaces(PositionModule):
+    def embed(self, x, offset, places=None):  # noqa: ARG002
+        return x + (offset + torch.arange(x.shape[1]))[:, None] / 16
+
+
+@dataclasses.dataclass(frozen=True)
+class OwnForgetful(Position):
+    def build(self, d_model, head_dim, context_length):  # noqa: ARG002
+        return WithoutPlaces()
+
+
+class AbsoluteModule(SoftmaxModule):
+    relative = True
+
+    def lazy_threshold(self):
+        return None
+
+    def fused(self, call):  # noqa: ARG002
+        return None
+
+    def weights(self, scores, rows):
+        return scores.softmax(-1) / rows.position
+
+
+@dataclasses.dataclass(frozen=True)
+class Absolute(Normaliser):
+    def build(self, shape):  # noqa: ARG002
+        return AbsoluteModule()
+
+
+def outline(changes: dict[str, Any]) -> RunConfig:
+    cfg = replace_at(TINY, changes)
+    prepare_outline(cfg)
+    return cfg
+
+
+def test_each_training_with_a_users_part_is_rehearsed() -> None:
+    outline({"model.attention.gate": OwnGated("")})
+    for changes, said in (
+        ({"model.attention.gate": OwnGated(LATER)}, LATER),
+        ({"model.attention.gate": NoModule()}, "NoModule.build returns a function; return a GateModule"),
+        ({"model.attention.normaliser": Absolute(), "model.attention.gate": OwnGated("")}, "declares relative"),
+        ({"train.schedule": OwnSchedule("changes from call to call")}, "changes from call to call"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            outline(changes)

@@ -54,7 +54,7 @@ def wrong_values(hint: Any) -> Iterator[Any]:
         yield from (None, "nothing", b"x")
     elif origin is tuple:
         items = [(value,) * len(parts) for value in wrong_values(parts[0])]
-        yield from (None, 3, [], object(), *items)
+        yield from (None, 3, {1}, object(), *items)
         yield from () if parts[1:] == (Ellipsis,) else ((), (0.5,) * (len(parts) + 1))
     elif origin or hint in OTHER_KINDS:
         yield from OTHER_KINDS.get(origin or hint, [object()])

@@ -9,7 +9,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
@@ -27,6 +26,8 @@ from lit_lazy.support.checks import (
 from lit_lazy.support.names_to_paths import is_metric_name
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from lit_lazy.data.pipeline.tokeniser import Tokenizer
 
 Batch = dict[str, Tensor]
@@ -251,10 +252,6 @@ class DataSource:
     """Two of these groups; the difference of their attention mass is reported."""
     watched_key: int | None = None
     """Position, from 1, of a key whose weight is measured in addition to the first key's."""
-
-    def __post_init__(self) -> None:
-        plain = {name: x.item() if isinstance(x, np.generic | Tensor) else x for name, x in self.info.items()}
-        object.__setattr__(self, "info", plain)
 
     def check(self) -> None:
         """Raise a one-line ValueError for what cannot be trained on, as far as the annotations do not say it."""

@@ -8,7 +8,6 @@ import functools
 import inspect
 import json
 import math
-import numbers
 import operator
 import types
 import typing
@@ -80,13 +79,19 @@ def require(holds: bool, field: str, value: object, fix: str) -> None:
 
 
 def check_fields(prefix: str, settings: Any) -> None:
-    """Raise a one-line ValueError if a dataclass field's value does not fit its annotation.
+    """Raise a one-line ValueError if a dataclass field's value does not fit its annotation, also not when made plain.
 
     prefix: what precedes the field's name in the message.
     """
     hints = field_types(type(settings))
     for name in (field.name for field in dataclasses.fields(settings)):
-        check_value(f"{prefix}{name}", getattr(settings, name), hints[name])
+        value, hint = getattr(settings, name), hints[name]
+        if fits(value, hint):
+            continue
+        plain = make_plain(value)
+        if not fits(plain, hint):
+            require(False, f"{prefix}{name}", value, _describe_need(value, hint))
+        object.__setattr__(settings, name, plain)
 
 
 def check_kinds(what: str, settings: Any) -> None:
@@ -98,6 +103,15 @@ def check_value(name: str, value: object, hint: Any) -> None:
     """Raise a one-line ValueError if a value does not fit an annotation."""
     if not fits(value, hint):
         require(False, name, value, _describe_need(value, hint))
+
+
+def make_plain(value: Any) -> Any:
+    """Numbers of numpy and torch as Python's; lists, ranges, arrays and iterators as tuples; at any depth."""
+    if isinstance(value, Mapping):
+        return {name: make_plain(item) for name, item in value.items()}
+    if isinstance(value, tuple | list | range | Iterator):
+        return tuple(map(make_plain, value))
+    return make_plain(value.tolist()) if hasattr(value, "tolist") else value
 
 
 @functools.cache
@@ -136,7 +150,7 @@ def fits(value: Any, hint: Any) -> bool:
         return callable(value)
     if hint is float:
         with suppress(OverflowError):  # of an int
-            return isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
+            return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
         return False
     if hint is int:
         return isinstance(value, int) and not isinstance(value, bool) and -MOST <= value <= MOST

@@ -7,7 +7,9 @@ import re
 import typing
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
+import torch
 import untrained
 from wrong_values import GIVEN, PARTS, SETTINGS, other_value, wrong_values
 
@@ -271,6 +273,18 @@ def test_bounds():
             cls(**GIVEN.get(cls, {}) | {name: value})
     for cls, name, value in AT_A_BOUND:
         check_value(name, value, field_types(cls)[name])
+
+
+def test_numbers_of_other_libraries_and_lists_are_made_plain():
+    given = {"steps": np.int64(9), "lr": torch.tensor(0.5), "warmup_steps": 0, "betas": [np.float32(0.5), 0.25]}
+    train = TrainConfig(**given)
+    assert (train.steps, train.lr, train.betas) == (9, 0.5, (0.5, 0.25))
+    assert [type(value) for value in (train.steps, train.lr, *train.betas)] == [int, *[float] * 3]
+    rows = (Row(name, {"train.steps": steps}, "ours") for name, steps in (("a", 98), ("b", np.int64(99))))
+    mine = Ablation("mine", rows=rows, base="backcopy_tiny", seeds=range(2))
+    assert mine.seeds == (0, 1)
+    assert replace_at(BASE, mine.rows[1].changes) == replace_at(BASE, {"train.steps": 99})
+    assert Ablation("mine", rows=[ROWS[0]], base="backcopy_tiny", seeds=np.arange(2)).seeds == (0, 1)
 
 
 def test_a_mistake_in_the_checks_of_a_custom_class_stays_its_own():

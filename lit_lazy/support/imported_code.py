@@ -31,10 +31,11 @@ def keep_file(cls: type) -> None:
 def keep_files(path: Path, root: Path) -> None:
     """Keep the content of a file that is about to be imported, and of the files below `root` that it imports.
 
-    A file that is known keeps its first content.
+    A file that is known keeps its first content, and so do those that it imports.
     """
-    for file in find_local_files(path, root).values():
-        _imported.setdefault(file, get_content(file))
+    if path not in _imported:
+        for file in find_local_files(path, root).values():
+            _imported.setdefault(file, get_content(file))
 
 
 def forget_unimported() -> None:

@@ -45,8 +45,9 @@ def check_store(uri: str) -> None:
         return
     option = URI_VARIABLE if named_by else "--runs"
     place = f"{option} {str(file.parent)!r}"
-    if quote_path(file) != str(file):  # MLflow would create a folder with the quoted name
-        what = "MLflow supports no database whose path contains ? or %"
+    # MLflow would create a folder with the quoted name, and writes a path into a statement as Python's repr.
+    if quote_path(file) != str(file) or {"'", '"'} <= {*str(file)}:
+        what = "MLflow supports no database whose path contains ? or %, or both ' and \""
         raise ValueError(f"{place}: {what}; name another folder, or set {URI_VARIABLE} to a server")
     if is_read_only(file) or (file.exists() and is_read_only(file.parent)):
         what = "is read-only, and MLflow writes in its database"

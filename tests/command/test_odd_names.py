@@ -22,8 +22,8 @@ from lit_lazy.tracking.store_address import default_uri, sqlite_file, sqlite_url
 
 FOLDER = "a #b ünï 'q' \"d\" ;&=+@ \\ [red] $H {x} `y`"
 NAMES = ("lazy [/x] {0} %s 'it''s'", "=1+cmd|'/C'!A0 $\\frac{ ^_ <b>&amp; `q` :smile:")
-NO_MLFLOW = ("a?b", "a?mode=ro", "100%25")
-"""MLflow makes a folder of the path as the URL quotes it."""
+NO_MLFLOW = ("a?b", "a?mode=ro", "100%25", "a'b\"c")
+"""MLflow makes a folder of the path as the URL quotes it, or puts it into a statement as Python writes it."""
 
 
 def test_studies_are_in_the_folder_that_was_named(tmp_path: Path) -> None:
@@ -90,6 +90,9 @@ def test_a_folder_that_mlflow_cannot_use(name, place, monkeypatch, capsys) -> No
     run = ["ablate", "run", "table2", "--base", "backcopy_tiny", "--rows", "softmax", "--seeds", "0"]
     for command in (["train", "backcopy_tiny"], run, ["dashboard"]):
         said = expect_refusal([*command, "--runs", name], capsys)
-        assert f"--runs '{place / name}': MLflow supports no database whose path contains ? or %; name another" in said
+        assert (
+            f"--runs {str(place / name)!r}: MLflow supports no database whose path contains ? or %; name another"
+            in said
+        )
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{place}/100%25/mlflow.db")
     assert "MLFLOW_TRACKING_URI" in expect_refusal(["train", "backcopy_tiny"], capsys)

@@ -9,13 +9,13 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from flash_lazy.cpu.library import find_obstacle
 from lit_lazy.attention import (
+    AffineScaled,
     Alibi,
     AttentionCall,
     BiasTerms,
     Differential,
     Elastic,
     LearnedBias,
-    NormaliserModule,
     OffByOne,
     Relu,
     SinkLogit,
@@ -26,13 +26,12 @@ from lit_lazy.model.decoder import parameter_generator
 
 BATCH, HEADS, KV_HEADS, LENGTH, DIM, CONTEXT = 2, 4, 2, 13, 6, 32
 SHAPE = layer_shape(HEADS, CONTEXT, DIM)
-TIGHT = {"rtol": 1e-12, "atol": 1e-13}
 
 
-def qkv(length=LENGTH, seed=0, dtype=torch.float64):
-    generator = torch.Generator().manual_seed(seed)
+def qkv(dtype=torch.float64):
+    generator = torch.Generator().manual_seed(0)
     return tuple(
-        1.5 * torch.randn(BATCH, heads, length, DIM, generator=generator, dtype=dtype)
+        1.5 * torch.randn(BATCH, heads, LENGTH, DIM, generator=generator, dtype=dtype)
         for heads in (HEADS, KV_HEADS, KV_HEADS)
     )
 
@@ -43,55 +42,29 @@ def bias_terms(spec, n_keys=LENGTH):
     return module.double()(n_keys)
 
 
-def attend(spec, q, k, v, bias=BiasTerms(), window=None, backend="auto", with_stats=False):  # noqa: B008
-    call = AttentionCall(q, k, v, bias, window, renormalise=spec.renormalise, backend=backend, with_stats=with_stats)
-    call = call._replace(x=q.transpose(1, 2).flatten(2))
-    return spec.build(SHAPE).double()(call)
-
-
-class TestSoftmax:
-    @pytest.mark.parametrize("rows", [1, 4, LENGTH])
-    @pytest.mark.parametrize("backend", ["auto", "chunked", "reference"])
-    def test_is_causal_attention_of_torch(self, backend, rows):
-        """Queries are aligned to the end of the keys on the SDPA path too."""
-        q, k, v = qkv()
-        expected = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[:, :, -rows:]
-        out, stats = attend(Softmax(), q[:, :, -rows:], k, v, backend=backend)
-        assert stats is None
-        torch.testing.assert_close(out, expected, **TIGHT)
-
-    def test_explicit_sdpa_runs_nothing_else(self):
-        q = torch.zeros(1, HEADS, 2, 4)
-        call = AttentionCall(q, q, q, backend="sdpa")
-        module = Softmax().build(SHAPE)
-        assert module.backend_name(call) == "sdpa"
-        assert module(call._replace(with_stats=True))[1] is not None
-        for refused in (call._replace(window=4), call._replace(bias=bias_terms(Alibi()))):
-            with pytest.raises(ValueError, match="backend is 'sdpa', which takes no bias, window"):
-                module(refused)
-        with pytest.raises(ValueError, match="backend is 'sdpa', which computes softmax attention alone"):
-            Elastic().build(SHAPE)(call)
-        for backend in ("sdpa", "cpu", "triton"):
-            with pytest.raises(ValueError, match=f"backend is '{backend}', for which this rule has no kernel"):
-                Relu().build(SHAPE)(call._replace(backend=backend))
+def test_explicit_sdpa_runs_nothing_else():
+    q = torch.zeros(1, HEADS, 2, 4)
+    call = AttentionCall(q, q, q, backend="sdpa")
+    module = Softmax().build(SHAPE)
+    assert module.backend_name(call) == "sdpa"
+    assert module(call._replace(with_stats=True))[1] is not None
+    for refused in (call._replace(window=4), call._replace(bias=bias_terms(Alibi()))):
+        with pytest.raises(ValueError, match="backend is 'sdpa', which takes no bias, window"):
+            module(refused)
+    with pytest.raises(ValueError, match="backend is 'sdpa', which computes softmax attention alone"):
+        Elastic().build(SHAPE)(call)
+    for backend in ("sdpa", "cpu", "triton"):
+        with pytest.raises(ValueError, match=f"backend is '{backend}', for which this rule has no kernel"):
+            Relu().build(SHAPE)(call._replace(backend=backend))
 
 
 def test_ssmax_scales_scores_by_the_logarithm_of_the_keys():
     q, k, v = qkv()
     scaled = q * (0.5 * torch.arange(1, LENGTH + 1, dtype=torch.float64).log())[:, None]
     expected = scaled_dot_product_attention(scaled, k, v, is_causal=True, enable_gqa=True)
-    torch.testing.assert_close(attend(SSMax(0.5), q, k, v)[0], expected, **TIGHT)
-
-
-class Mixed(NormaliserModule):
-    """Softmax weights mixed across heads by a learned matrix."""
-
-    def __init__(self):
-        super().__init__()
-        self.mix = torch.nn.Parameter(torch.zeros(HEADS, HEADS))
-
-    def weights(self, scores, rows):  # noqa: ARG002
-        return torch.einsum("hg,bgrc->bhrc", self.mix.softmax(-1), scores.softmax(-1))
+    found, stats = SSMax(0.5).build(SHAPE).double()(AttentionCall(q, k, v))
+    assert stats is None
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-13)
 
 
 MODES = {
@@ -103,9 +76,10 @@ MODES = {
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("build", [Mixed, lambda: Elastic().build(SHAPE)], ids=["mixed", "elastic"])
-def test_the_first_call_may_be_made_in_any_mode(build, mode):
-    module, call = build(), AttentionCall(*qkv(dtype=torch.float32))
+@pytest.mark.parametrize("spec", [AffineScaled(), Elastic()], ids=repr)
+def test_the_first_call_may_be_made_in_any_mode(spec, mode):
+    """Of a rule with parameters alone, and of one on kernels."""
+    module, call = spec.build(SHAPE), AttentionCall(*qkv(dtype=torch.float32), x=torch.ones(BATCH, LENGTH, HEADS * DIM))
     with MODES[mode]():
         assert torch.equal(module(call)[0], module(call)[0])
 

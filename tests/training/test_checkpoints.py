@@ -176,7 +176,7 @@ def test_a_checkpoint_of_an_earlier_version_loads_and_resumes(tmp_path):
     """Its missing, newer fields have their defaults."""
     path = tmp_path / "last.ckpt"
     content = checkpoint()
-    del content["hyper_parameters"]["config"]["model"]["embedding_init_std"]  # type: ignore[index]
+    del content["hyper_parameters"]["config"]["model"]["embedding_init_std"]
     save(path, content)
     assert load(path).cfg == LAZY
     assert find_resume_step(path, LAZY, module_of()) == 3

@@ -32,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("forked_ranks")
 
 def train(folder, execution, *callbacks, cfg=None):
     options = {"keep_checkpoint": True, "execution": execution, "callbacks": callbacks}
-    return run(cfg or config(), folder, logger=MetricFile(folder), **options)  # type: ignore[arg-type]
+    return run(cfg or config(), folder, logger=MetricFile(folder), **options)
 
 
 def interrupt():

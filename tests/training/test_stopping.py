@@ -34,7 +34,7 @@ def send_at(step, *numbers, hook="on_train_batch_start"):
 def train(folder, *callbacks, patient=False, execution=ONE_DEVICE):
     with Interrupts(patient) as interrupts, interrupts.allow():
         options = {"keep_checkpoint": True, "execution": execution, "interrupts": interrupts}
-        run(CFG, folder, logger=MetricFile(folder), callbacks=callbacks, **options)  # type: ignore[arg-type]
+        run(CFG, folder, logger=MetricFile(folder), callbacks=callbacks, **options)
 
 
 def read_step(folder):

@@ -62,7 +62,7 @@ def test_the_frozen_weights_are_bit_equal_and_have_no_state(trained, tmp_path, o
 @pytest.mark.long
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_two_processes_freeze_the_same(trained, tmp_path, strategy):
-    cfg, execution = adapting(trained), Execution(devices=2, strategy=strategy)  # type: ignore[arg-type]
+    cfg, execution = adapting(trained), Execution(devices=2, strategy=strategy)
     run(cfg, tmp_path / "2", logger=MetricFile(tmp_path / "2"), keep_checkpoint=True, execution=execution)
     run(cfg, tmp_path / "1", keep_checkpoint=True, execution=Execution(micro_batch=4))
     start = torch.load(trained, weights_only=True)["state_dict"]
@@ -74,7 +74,7 @@ def test_two_processes_freeze_the_same(trained, tmp_path, strategy):
 
 
 def make_model(**changes):
-    return DecoderLM(ModelConfig(d_model=16, n_layers=2, n_heads=2, d_ff=32, **changes), 17, 16, seed=0)  # type: ignore[arg-type]
+    return DecoderLM(ModelConfig(d_model=16, n_layers=2, n_heads=2, d_ff=32, **changes), 17, 16, seed=0)
 
 
 def test_a_tied_head_is_trained_by_either_name():

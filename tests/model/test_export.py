@@ -368,7 +368,10 @@ def test_saved_again_it_is_the_same_to_the_bit(tied, tmp_path):
 SMALL_PARTS = ("normaliser", "attention.bias", "position.frequency")
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("lazy", torch.bfloat16), ("two maps, normed queries", torch.half)])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("lazy", torch.bfloat16), ("two maps, normed queries", torch.half), ("softmax, ALiBi", torch.bfloat16)],
+)
 def test_tau_and_bias_stay_float32(name, dtype, tmp_path):
     """For every way to request a dtype, bit for bit, also after saving."""
     ours = build(**VARIANTS[name])

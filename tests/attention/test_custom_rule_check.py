@@ -9,11 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from lit_lazy.attention import AttentionCall, LayerShape, Normaliser, NormaliserModule, Softpick
+from lit_lazy.attention import AttentionCall, Normaliser, NormaliserModule, Softpick
 from lit_lazy.testing import check_normaliser
 
 LIT_LAZY = str(Path(sys.executable).with_name("lit-lazy"))
-SHAPE = LayerShape(2, 2, 4, 8, context_length=8)
 
 
 def module(weights, parameter=False, **declared):

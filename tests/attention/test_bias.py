@@ -86,24 +86,16 @@ class TestT5:
             assert table[:, distance].tolist() == [32 * head + bucket for head in range(HEADS)]
 
 
-class TestKerple:
-    def set(self, r1, r2):
-        module = build(KerpleLog())
-        module.r1.data.fill_(r1)
-        module.r2.data.fill_(r2)
-        return module
-
-    def test_falls_by_one_at_distance_e_minus_one(self):
-        # d = e - 1 is not an integer; with r2 = e - 1 the distance 1 has the same r2 * d.
-        assert self.set(1, math.e - 1)(2).table[:, 1].tolist() == pytest.approx([-1] * HEADS)
-        assert self.set(1, 1)(3).table[0].tolist() == pytest.approx([0, -math.log(2), -math.log(3)])
-
-    def test_both_parameters_are_clamped_and_learn_at_the_floor(self):
-        module = self.set(-3, -3)
-        table = module(9).table[0]
-        assert table.tolist() == pytest.approx([-0.01 * math.log1p(0.01 * d) for d in range(9)])
-        table.sum().backward()
-        assert module.r1.grad[0] < 0 > module.r2.grad[0]
+@pytest.mark.parametrize(("r1", "r2"), [(1.0, math.e - 1), (0.5, 1.0), (-3.0, -3.0)])
+def test_kerple_falls_by_the_logarithm_and_learns_at_the_floor(r1, r2):
+    """Both parameters are clamped at 0.01."""
+    module = build(KerpleLog())
+    module.r1.data.fill_(r1)
+    module.r2.data.fill_(r2)
+    table, scale, rate = module(9).table[0], max(r1, 0.01), max(r2, 0.01)
+    assert table.tolist() == pytest.approx([-scale * math.log1p(rate * d) for d in range(9)])
+    table.sum().backward()
+    assert module.r1.grad[0] < 0 > module.r2.grad[0]
 
 
 class TestFire:

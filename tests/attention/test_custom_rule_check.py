@@ -9,14 +9,13 @@ import pytest
 import torch
 from torch import nn
 
-from lit_lazy.attention import AttentionCall, LayerShape, Normaliser, NormaliserModule, Softpick
+from lit_lazy.attention import AttentionCall, Normaliser, NormaliserModule, Softpick
 from lit_lazy.testing import check_normaliser
 
 LIT_LAZY = str(Path(sys.executable).with_name("lit-lazy"))
-SHAPE = LayerShape(2, 2, 4, 8, context_length=8)
 
 
-def module(weights, parameter: bool = False, **declared) -> NormaliserModule:
+def module(weights, parameter=False, **declared):
     weights.__name__ = "weights"
     made = type("Mine", (NormaliserModule,), {"weights": weights, **declared})()
     if parameter:
@@ -130,7 +129,7 @@ SLIPS = {
 
 
 @pytest.mark.parametrize("slip", SLIPS)
-def test_a_slip_in_a_class_is_one_line_and_nothing_is_created(slip: str, tmp_path: Path) -> None:
+def test_a_slip_in_a_class_is_one_line_and_nothing_is_created(slip, tmp_path):
     right, wrong, message = SLIPS[slip]
     (tmp_path / "slip.py").write_text(MINE.replace(right, wrong) if right else MINE)
     done = forked.run([LIT_LAZY, "train", "slip.py", "--runs", "runs"], cwd=tmp_path)

@@ -2,8 +2,6 @@
 
 import math
 import re
-from dataclasses import dataclass
-from typing import Any
 
 import pytest
 import torch
@@ -20,7 +18,7 @@ from lit_lazy.attention import (
     Rope,
     Softmax,
 )
-from lit_lazy.attention.bias import Bias, BiasModule, BiasTerms
+from lit_lazy.attention.bias import BiasTerms
 
 BATCH, LENGTH, D_MODEL, HEADS, CONTEXT = 2, 11, 24, 4, 16
 TIGHT = {"rtol": 1e-12, "atol": 1e-13}
@@ -94,32 +92,21 @@ def test_names_its_backend():
         assert layer(spec).backend_name(documents=True) == "chunked"
 
 
-@dataclass(frozen=True)
-class Given(Bias):
-    """A bias whose module returns what it is given."""
-
-    terms: Any = None
-
-    def build(self, n_heads, context_length):  # noqa: ARG002
-        return _Given(self.terms)
-
-
-class _Given(BiasModule):
-    def __init__(self, terms):
-        super().__init__()
-        self.terms = terms
-
-    def forward(self, n_keys):  # noqa: ARG002
-        return self.terms
-
-
 @pytest.mark.parametrize(
     ("terms", "message"),
     [
-        (BiasTerms(torch.zeros(3, 8)), "_Given.forward returned table of shape [3, 8]; give [heads, width], heads = 4"),
-        (torch.zeros(4, 8), "_Given.forward returned a Tensor; give BiasTerms(table), table [heads, width], heads = 4"),
+        (
+            BiasTerms(torch.zeros(3, 8)),
+            "_LearnedBias.forward returned table of shape [3, 8]; give [heads, width], heads = 4",
+        ),
+        (
+            torch.zeros(4, 8),
+            "_LearnedBias.forward returned a Tensor; give BiasTerms(table), table [heads, width], heads = 4",
+        ),
     ],
 )
 def test_a_custom_bias_of_another_shape_is_named(terms, message):
+    attention = layer(AttentionSpec(bias=LearnedBias()))
+    attention.bias.forward = lambda _: terms
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        forward(layer(AttentionSpec(Softmax(), Given(terms))), inputs())
+        forward(attention, inputs())

@@ -60,17 +60,13 @@ class TestRope:
         assert position.compute_angles(3) is None
 
 
-class TestLearnedAbsolute:
-    def module(self):
-        return LearnedAbsolute().build(16, DIM, 10).double()
-
-    def test_adds_its_vectors_from_the_offset_on(self):
-        """And the others add, and turn, nothing."""
-        module, x, heads = self.module(), rand(2, 4, 16), rand(1, 2, 4, DIM)
-        for offset in (0, 1, 6):
-            expected = torch.stack([x[:, t] + module.embedding.weight[offset + t] for t in range(4)], 1)
-            assert torch.equal(module.embed(x, offset), expected)
-        assert torch.equal(module.rotation(4, 2)(heads), heads)
-        for other in (rope(), NoPosition().build(16, DIM, 10)):
-            assert torch.equal(other.embed(x, 3), x)
-        assert torch.equal(other.rotation(4, 3)(heads), heads)
+def test_learned_positions_are_added_from_the_offset_on():
+    """And the others add, and turn, nothing."""
+    module, x, heads = LearnedAbsolute().build(16, DIM, 10).double(), rand(2, 4, 16), rand(1, 2, 4, DIM)
+    for offset in (0, 1, 6):
+        expected = torch.stack([x[:, t] + module.embedding.weight[offset + t] for t in range(4)], 1)
+        assert torch.equal(module.embed(x, offset), expected)
+    assert torch.equal(module.rotation(4, 2)(heads), heads)
+    for other in (rope(), NoPosition().build(16, DIM, 10)):
+        assert torch.equal(other.embed(x, 3), x)
+    assert torch.equal(other.rotation(4, 3)(heads), heads)

@@ -13,15 +13,7 @@ from bench import __main__ as command
 from bench import correctness
 from bench import peers as peers_module
 from bench.correctness import CASES, check_cases
-from bench.peers import (
-    Inputs,
-    compute_empty_share,
-    draw,
-    draw_with_share,
-    eager_attention,
-    peers,
-    set_recency,
-)
+from bench.peers import Inputs, compute_empty_share, draw, draw_with_share, eager_attention, peers, set_recency
 from bench.workloads import DECODE, FULL, GUARDS, LARGEST, QUICK, TRAINED, TRAINING, find_gate_failures, plan_seconds
 from flash_lazy import lazy_attention
 

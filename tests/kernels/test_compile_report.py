@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -27,9 +26,7 @@ if __name__ == "__main__":
 """
 
 
-def report(
-    tmp_path, hopper: tuple[str, int, bool] | None = None, variant: dict[str, bool] | None = None, **asked: Any
-) -> list[dict[str, Any]]:
+def report(tmp_path, hopper=None, variant=None, **asked):
     """The compiler's report from a separate process, because Triton's interpreter does not compile.
 
     hopper: arguments of `compile_hopper_kernel`, instead of a report. variant: fields of a Variant.
@@ -37,7 +34,7 @@ def report(
     return json.loads(run_script(tmp_path, REPORT, json.dumps([hopper, variant or {}, asked])).splitlines()[-1])
 
 
-def run_script(tmp_path, text: str, *words: str) -> str:
+def run_script(tmp_path, text, *words):
     """What a script prints in a process without Triton's interpreter."""
     script = tmp_path / "report.py"
     script.write_text(text)
@@ -47,7 +44,7 @@ def run_script(tmp_path, text: str, *words: str) -> str:
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
 
 
-def check_row(row: dict[str, Any]) -> None:
+def check_row(row):
     assert "failed" not in row, row
     assert row["shared"] <= compile_report.SHARED_LIMITS[row["target"]], row
     wide_enough = row["blocks"] is None or min(row["blocks"]["m"], row["blocks"]["n"]) >= 64
@@ -137,7 +134,7 @@ def test_a_merged_backward_fits(width, tmp_path):
         assert not any(loop["spills"] for loop in plain_and_near), row
 
 
-def is_default(row: dict[str, Any]) -> bool:
+def is_default(row):
     """Whether a row has the first blocks of its list."""
     if row["blocks"] is None:
         return True

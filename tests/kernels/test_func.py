@@ -1,17 +1,14 @@
 """torch.func's transforms, and tensors without values: `chunked` against `reference` and against loops."""
 
-from collections.abc import Callable
 from functools import partial
 
 import pytest
 import torch
-from torch import Tensor
 from torch.autograd import forward_ad
 from torch.func import grad, hessian, jacrev, jvp, vmap
 
 from flash_lazy import lazy_attention, rule_attention
 
-Leaves = tuple[Tensor, ...]
 SETTINGS = [
     {},
     {"threshold": "per_token", "renormalise": True, "window": 5},
@@ -19,7 +16,7 @@ SETTINGS = [
 ]
 
 
-def leaves(threshold: str = "per_query", copies: int = 3, **_: object) -> Leaves:
+def leaves(threshold="per_query", copies=3, **_):
     """q, k, v, tau, bias and slopes of each copy, `[copies, ...]`: four heads that share two of keys."""
     noise = torch.Generator().manual_seed(0)
     tau = (4, 7) if threshold == "per_token" else (4,)
@@ -32,20 +29,20 @@ def leaves(threshold: str = "per_query", copies: int = 3, **_: object) -> Leaves
 FORWARD = r"^this backend has no forward mode .*; choose backend='reference'$"
 
 
-def attend(*x: Tensor, backend: str = "chunked", **settings: object) -> tuple[Tensor, Tensor]:
+def attend(*x, backend="chunked", **settings):
     q, k, v, tau, bias, slopes = x
     out, stats = lazy_attention(q, k, v, tau, bias, slopes=slopes, backend=backend, return_stats=True, **settings)
     return out, stats.lse
 
 
-def loss(*x: Tensor, **settings: object) -> Tensor:
+def loss(*x, **settings):
     out, lse = attend(*x, **settings)
     return out.square().sum() + lse.sin().sum()
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("shared", [(), (3, 4, 5), (0, 2), (1,)])
-def test_mapped_calls_equal_a_loop(settings: dict, shared: tuple[int, ...]) -> None:
+def test_mapped_calls_equal_a_loop(settings, shared):
     """Values, and gradients of each copy with respect to all leaves, also those that the copies share."""
     drawn = leaves(**settings)
     given = [x[0] if i in shared else x for i, x in enumerate(drawn)]
@@ -60,7 +57,7 @@ def test_mapped_calls_equal_a_loop(settings: dict, shared: tuple[int, ...]) -> N
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
-def test_derivatives_equal_the_reference_s(settings: dict) -> None:
+def test_derivatives_equal_the_reference_s(settings):
     x = tuple(leaf[0] for leaf in leaves(**settings))
     for transform in (partial(grad, argnums=(0, 1, 2, 3, 4, 5)), partial(jacrev, argnums=(3, 4))):
         function = attend if transform.func is jacrev else loss
@@ -68,7 +65,7 @@ def test_derivatives_equal_the_reference_s(settings: dict) -> None:
         torch.testing.assert_close(ours, exact, rtol=1e-10, atol=1e-12)
 
 
-def test_auto_takes_a_backend_that_torch_func_can_transform() -> None:
+def test_auto_takes_a_backend_that_torch_func_can_transform():
     x = tuple(leaf[0].float() for leaf in leaves())
     found = grad(partial(loss, backend="auto"))(*x)
     torch.testing.assert_close(found, grad(partial(loss, backend="reference"))(*x))
@@ -76,7 +73,7 @@ def test_auto_takes_a_backend_that_torch_func_can_transform() -> None:
         grad(partial(loss, backend="cpu"))(*x)
 
 
-def test_the_reference_has_what_chunked_lacks() -> None:
+def test_the_reference_has_what_chunked_lacks():
     """Forward-mode and second derivatives; masks, lengths and boundaries that differ between copies."""
     x = tuple(leaf[0] for leaf in leaves())
     tau = lambda t, backend: loss(*x[:3], t, *x[4:], backend=backend)  # noqa: E731
@@ -103,12 +100,12 @@ TWICE = {
 }
 
 
-def differentiate_twice(f: Callable[[Tensor], Tensor], x: Tensor) -> list[Callable[[], object]]:
+def differentiate_twice(f, x):
     """Ways to a second derivative of f; in the third it is a part of the gradient, which the rest would hide."""
     x = x.clone().requires_grad_()
     w = torch.eye(x.shape[-1], dtype=x.dtype, requires_grad=True)
 
-    def penalise() -> Tensor:
+    def penalise():
         (slope,) = torch.autograd.grad(f(x @ w), x, create_graph=True)
         slope.square().sum().backward()
         assert w.grad is not None
@@ -122,7 +119,7 @@ def differentiate_twice(f: Callable[[Tensor], Tensor], x: Tensor) -> list[Callab
 
 
 @pytest.mark.parametrize("name", TWICE)
-def test_second_derivatives_are_refused(name: str) -> None:
+def test_second_derivatives_are_refused(name):
     """They were 0, as torch's once_differentiable makes gradients constants."""
     function, others = TWICE[name]
     for second in differentiate_twice(lambda q: function(q, *others), Q):
@@ -130,7 +127,7 @@ def test_second_derivatives_are_refused(name: str) -> None:
             second()
 
 
-def test_the_reference_alone_has_second_derivatives() -> None:
+def test_the_reference_alone_has_second_derivatives():
     for second in differentiate_twice(lambda q: loss(q, *OTHERS, backend="reference"), Q):
         assert torch.as_tensor(second()).norm() > 1
     for way in (jacrev, lambda f: grad(lambda q: f(q).square().sum())):
@@ -138,10 +135,10 @@ def test_the_reference_alone_has_second_derivatives() -> None:
             way(lambda q: grad(loss)(q, *OTHERS, backend="chunked"))(Q)
 
 
-def test_a_rule_names_the_backend_that_torch_func_can_transform() -> None:
+def test_a_rule_names_the_backend_that_torch_func_can_transform():
     q = torch.randn(2, 1, 2, 5, 8, generator=torch.Generator().manual_seed(0))
 
-    def loss_of_rule(x: Tensor, backend: str = "chunked") -> Tensor:
+    def loss_of_rule(x, backend="chunked"):
         return rule_attention(lambda scores, _: scores.softmax(-1), x, x, x, backend=backend).square().sum()
 
     for transformed in (
@@ -156,7 +153,7 @@ def test_a_rule_names_the_backend_that_torch_func_can_transform() -> None:
     torch.testing.assert_close(slope[0], torch.autograd.grad(loss_of_rule(x), x)[0])
 
 
-def test_a_dual_number_is_refused_with_the_way_out() -> None:
+def test_a_dual_number_is_refused_with_the_way_out():
     q, tau = torch.randn(1, 2, 5, 8), torch.ones(2)
     with forward_ad.dual_level():
         dual = forward_ad.make_dual(q, q)
@@ -166,7 +163,7 @@ def test_a_dual_number_is_refused_with_the_way_out() -> None:
 
 
 @pytest.mark.parametrize("backend", ["auto", "reference", "chunked"])
-def test_tensors_without_values_have_the_shapes_of_their_results(backend: str) -> None:
+def test_tensors_without_values_have_the_shapes_of_their_results(backend):
     x = tuple(leaf[0].float().to("meta").requires_grad_() for leaf in leaves())
     out, lse = attend(*x, backend=backend)
     assert (out.shape, out.device.type, lse.shape) == (x[0].shape, "meta", x[0].shape[:3])

@@ -3,11 +3,9 @@
 import copy
 import pickle
 import runpy
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import flash_lazy
-from flash_lazy import Backend, KeyValueCache, LazyAttention, attention_weights, lazy_attention
+from flash_lazy import KeyValueCache, LazyAttention, attention_weights, lazy_attention
 
 WAYS = {
     "plain": {"rope_base": None, "reach": 0},
@@ -26,7 +24,7 @@ WAYS = {
 }
 
 
-def make(**settings: Any) -> LazyAttention:
+def make(**settings):
     torch.manual_seed(0)
     layer = LazyAttention(32, 4, **settings)
     with torch.no_grad():
@@ -36,22 +34,22 @@ def make(**settings: Any) -> LazyAttention:
     return layer
 
 
-def tokens(count: int = 10) -> torch.Tensor:
+def tokens(count=10):
     return torch.randn(2, count, 32, generator=torch.Generator().manual_seed(1))
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_the_layer_is_its_formula(way: str) -> None:
+def test_the_layer_is_its_formula(way):
     """Against explicit rotations by complex numbers and the eager weight matrix, in float64."""
     layer, x = make(**WAYS[way]).double(), tokens().double()
     half = layer.head_dim // 2
     angle = torch.arange(10)[:, None] * (layer.rope_base or 1) ** (-torch.arange(half) / half)
     turn = torch.polar(torch.ones_like(angle), angle if layer.rope_base else 0 * angle).to(torch.complex128)
 
-    def split(y: torch.Tensor) -> torch.Tensor:
+    def split(y):
         return y.unflatten(-1, (-1, layer.head_dim)).transpose(1, 2)
 
-    def turned(y: torch.Tensor) -> torch.Tensor:
+    def turned(y):
         pairs = torch.complex(y[..., :half], y[..., half:]) * turn
         return torch.cat([pairs.real, pairs.imag], -1)
 
@@ -63,7 +61,7 @@ def test_the_layer_is_its_formula(way: str) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_decoding_with_a_cache_equals_the_full_pass(way: str) -> None:
+def test_decoding_with_a_cache_equals_the_full_pass(way):
     layer, x, cache = make(**WAYS[way]), tokens(), KeyValueCache()
     parts = [layer(part, cache) for part in x.split([4, 1, 3, 1, 1], dim=1)]
     torch.testing.assert_close(torch.cat(parts, 1), layer(x), rtol=1e-5, atol=1e-6)
@@ -71,7 +69,7 @@ def test_decoding_with_a_cache_equals_the_full_pass(way: str) -> None:
 
 
 @torch.no_grad()  # torch copies no tensor with a history
-def test_a_cache_serves_one_layer_and_may_be_copied() -> None:
+def test_a_cache_serves_one_layer_and_may_be_copied():
     layer, other, x, cache = make(), make(), tokens(), KeyValueCache()
     layer(x[:, :9], cache)
     with pytest.raises(ValueError, match="cache is another layer's; give each layer its own"):
@@ -83,14 +81,14 @@ def test_a_cache_serves_one_layer_and_may_be_copied() -> None:
     torch.testing.assert_close(moved(x[:, 9:], kept), layer(x[:, 9:], cache))
 
 
-def test_a_left_padded_sequence_equals_itself_without_padding() -> None:
+def test_a_left_padded_sequence_equals_itself_without_padding():
     layer, x = make(reach=5), tokens()
     mask = torch.arange(10).expand(2, 10) >= torch.tensor([[0], [3]])
     torch.testing.assert_close(layer(x, key_mask=mask)[1, 3:], layer(x[1:, 3:])[0], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("cast", [lambda m: m.to(torch.bfloat16), lambda m: m.half().bfloat16()])
-def test_tau_and_bias_keep_their_precision(cast) -> None:
+def test_tau_and_bias_keep_their_precision(cast):
     layer = make(reach=5)
     before = layer.tau.detach().clone(), layer.bias.detach().clone()
     model = cast(nn.Sequential(layer))
@@ -106,7 +104,7 @@ def test_tau_and_bias_keep_their_precision(cast) -> None:
 
 @pytest.mark.parametrize("assign", [False, True])
 @pytest.mark.parametrize("pickled", [False, True])
-def test_a_state_of_half_precision_is_loaded_into_float32(pickled: bool, assign: bool) -> None:
+def test_a_state_of_half_precision_is_loaded_into_float32(pickled, assign):
     layer, other = make(reach=5), make(reach=5)
     other = pickle.loads(pickle.dumps(layer)) if pickled else other
     assert torch.equal(other(tokens()), layer(tokens()))
@@ -118,7 +116,7 @@ def test_a_state_of_half_precision_is_loaded_into_float32(pickled: bool, assign:
     assert torch.equal(other.tau, layer.tau)
 
 
-def test_a_layer_from_meta_initialises_itself() -> None:
+def test_a_layer_from_meta_initialises_itself():
     with torch.device("meta"):
         layer = LazyAttention(32, 4, tau=0.7)
     assert layer(tokens().to("meta")).shape == (2, 10, 32)
@@ -129,7 +127,7 @@ def test_a_layer_from_meta_initialises_itself() -> None:
     assert 0.05 < layer.q_proj.weight.std() < 0.2
 
 
-def test_the_names_without_weight_decay_are_its_own_and_outlive_a_copy() -> None:
+def test_the_names_without_weight_decay_are_its_own_and_outlive_a_copy():
     model = copy.deepcopy(nn.ModuleDict({"a": make(), "b": make(reach=0)}))
     layers = [(path, m) for path, m in model.named_modules() if isinstance(m, LazyAttention)]
     marked = {f"{path}.{name}" for path, m in layers for name in m.no_weight_decay()}
@@ -153,11 +151,11 @@ def test_the_names_without_weight_decay_are_its_own_and_outlive_a_copy() -> None
         ({"cache": {}}, "cache is dict; give a flash_lazy.KeyValueCache"),
     ],
 )
-def test_an_invalid_argument_is_named(settings: dict, message: str) -> None:
+def test_an_invalid_argument_is_named(settings, message):
     settings, cache = dict(settings), KeyValueCache()
     x, given = settings.pop("x", tokens()), settings.pop("cache", cache)
 
-    def use() -> None:
+    def use():
         layer = LazyAttention(**({"width": 32, "heads": 4} | settings))
         layer(tokens(), cache)
         layer(x, given)
@@ -170,7 +168,7 @@ def test_an_invalid_argument_is_named(settings: dict, message: str) -> None:
 @pytest.mark.parametrize(
     "trace", [partial(torch.jit.trace, check_trace=False), lambda f, x: make_fx(f)(x)], ids=["jit", "make_fx"]
 )
-def test_a_traced_layer_computes_what_the_layer_does(trace: Callable[..., Any], backend: Backend) -> None:
+def test_a_traced_layer_computes_what_the_layer_does(trace, backend):
     """Also its gradients, and for inputs of which other tiles can be skipped."""
     layer, x = make(backend=backend).eval(), tokens(300).requires_grad_()
     traced, y = trace(layer, x), 9 * x
@@ -183,7 +181,7 @@ def test_a_traced_layer_computes_what_the_layer_does(trace: Callable[..., Any], 
 
 @pytest.mark.parametrize("backend", ["auto", "chunked"])
 @pytest.mark.parametrize("fake", ["q", "k"])
-def test_a_call_with_any_fake_tensor_gives_one(fake: str, backend: Backend) -> None:
+def test_a_call_with_any_fake_tensor_gives_one(fake, backend):
     """It has no memory to read, and without its mode only its class shows it."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     given = {name: torch.randn(1, 4, 5, 8) for name in "qkv"}
@@ -192,7 +190,7 @@ def test_a_call_with_any_fake_tensor_gives_one(fake: str, backend: Backend) -> N
 
 
 @torch.no_grad()
-def test_projections_may_be_replaced_by_any_module() -> None:
+def test_projections_may_be_replaced_by_any_module():
     """As quantisers do, whose modules keep neither a weight with a dtype nor the names of Linear's sizes."""
     layer, x = make().eval(), tokens()
     expected = layer(x)
@@ -205,7 +203,7 @@ def test_projections_may_be_replaced_by_any_module() -> None:
     assert torch.equal(layer(x), expected)
 
 
-def test_the_example_learns_and_decodes_as_without_a_cache() -> None:
+def test_the_example_learns_and_decodes_as_without_a_cache():
     file = Path(flash_lazy.__path__[0]).parent / "examples" / "own_model.py"
     example = SimpleNamespace(**runpy.run_path(str(file)))
     torch.manual_seed(0)

@@ -29,7 +29,7 @@ SMALL = {"bias_width": [None, 1, 7, 64], "window": [None, 1, 5], "group": [1, 2]
 COVER = pairwise_cover(AXES | SMALL)
 
 
-def naive_attention(case: Case) -> tuple[np.ndarray, Stats]:
+def naive_attention(case):
     """Output and stats by loops over rows with a list of visible keys.
 
     Shares nothing with the package: visibility is decided key by key.
@@ -43,7 +43,7 @@ def naive_attention(case: Case) -> tuple[np.ndarray, Stats]:
     cuts = options["cu_seqlens"].tolist() if "cu_seqlens" in options else [0, keys]
     scale = options.get("scale") or 1 / math.sqrt(width)
     out = np.zeros_like(q)
-    stats = Stats(*(np.zeros((batch, heads, rows)) for _ in Stats._fields))  # type: ignore[arg-type]
+    stats = Stats(*(np.zeros((batch, heads, rows)) for _ in Stats._fields))
     stats.lse.fill(-np.inf)
     for b, r in itertools.product(range(batch), range(rows)):
         here = int(options["kv_lengths"][b]) if "kv_lengths" in options else keys

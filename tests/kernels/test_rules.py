@@ -6,22 +6,19 @@ from functools import partial
 import pytest
 import torch
 from layers import LargestTensor
-from torch import Tensor
 
 from flash_lazy import lazy_attention, rule_attention, tiling
-from flash_lazy.rules import HIDDEN, Rows
-
-PARTS = {"maps": 2, "scale": 1.0}
+from flash_lazy.rules import HIDDEN
 
 
-def softmax(scores: Tensor, _: Rows) -> Tensor:
+def softmax(scores, _):
     return scores.softmax(-1)
 
 
 lazily = partial(lazy_attention, tau=torch.ones(2), backend="chunked")
 
 
-def draw(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+def draw(*shape, dtype=torch.float64):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=dtype)
 
 
@@ -53,26 +50,12 @@ def test_softmax_as_a_rule_is_lazy_attention_at_tau_zero(backend, options):
 
 
 @pytest.mark.parametrize("backend", ["reference", "chunked"])
-def test_maps_are_parts_of_the_width(backend):
-    """The sum of two softmax maps, each of one half of queries and keys."""
-
-    def both(scores: Tensor, _: Rows) -> Tensor:
-        assert scores.shape[2] == 2
-        return scores.softmax(-1).sum(2)
-
-    out = rule_attention(both, Q, K, V, draw(4, 5), backend=backend, **PARTS)
-    halves = zip(Q.chunk(2, -1), K.chunk(2, -1), strict=True)
-    alone = (rule_attention(softmax, q, k, V[..., :4], draw(4, 5), scale=1.0, backend=backend) for q, k in halves)
-    torch.testing.assert_close(out[..., :4], sum(alone))
-
-
-@pytest.mark.parametrize("backend", ["reference", "chunked"])
 def test_the_rows_say_where_they_stand(backend, monkeypatch):
     monkeypatch.setattr(tiling, "BLOCK_ELEMENTS_CPU", 40)
     monkeypatch.setattr(tiling, "FULL_ROWS", 2)
     seen = []
 
-    def note(scores: Tensor, rows: Rows) -> Tensor:
+    def note(scores, rows):
         at, n = (x.expand(1, 1, scores.shape[2], 1)[0, 0, :, 0].tolist() for x in (rows.position, rows.n))
         assert (rows.visible.sum(-1)[0, 0] == torch.tensor(n)).all()
         assert (scores.masked_select(~rows.visible.expand_as(scores)) == HIDDEN).all()
@@ -107,21 +90,6 @@ def test_no_rule_can_show_a_row_its_future(rule, backend):
     assert torch.equal(before[:, :, :5], after[:, :, :5])
 
 
-def test_parameters_get_gradients_through_the_recomputation():
-    scale = torch.tensor([0.5, 1.0, 1.5, 2.0], dtype=torch.float64, requires_grad=True)
-
-    def scaled(scores: Tensor, _: Rows) -> Tensor:
-        return (scores * scale[:, None, None]).softmax(-1)
-
-    for settings in ({"backend": "reference"}, {"parameters": [scale]}):
-        out = rule_attention(scaled, Q, K, V, **settings)
-        torch.testing.assert_close(out, lazy_attention(Q * scale[:, None, None], K, V, torch.zeros(4)).detach())
-        found = torch.autograd.grad(out.sum(), scale)[0]
-        expected = lazy_attention(Q * scale[:, None, None], K, V, torch.zeros(4), backend="reference")
-        torch.testing.assert_close(found, torch.autograd.grad(expected.sum(), scale)[0])
-    assert not rule_attention(scaled, Q, K, V).requires_grad  # it is not in parameters
-
-
 @pytest.mark.parametrize("known", ["nothing", "another", "made of it"])
 def test_a_tensor_that_would_get_no_gradient_is_refused(known):
     scale, other, q = (x.clone().requires_grad_() for x in (torch.ones(4, 1, 1), torch.ones(1), Q))
@@ -137,23 +105,23 @@ def test_a_tensor_that_would_get_no_gradient_is_refused(known):
         out.sum().backward()
 
 
-def naughty(scores: Tensor, _: Rows) -> Tensor:
+def naughty(scores, _):
     return scores.sub_(scores.amax(-1, keepdim=True)).softmax(-1)
 
 
 @pytest.mark.parametrize(
-    ("rule", "arguments", "settings", "message"),
+    ("rule", "settings", "message"),
     [
-        (softmax, (Q, K, V), {"maps": 3}, "maps is 3 and q has width D = 8; give a D that is divisible by maps"),
-        (softmax, (Q, K, V), {"maps": 0}, "maps is 0; give a whole number, at least 1"),
-        (softmax, (Q, K, V), {"backend": "triton"}, "backend is 'triton'; choose reference or chunked for a rule"),
-        (softmax, (Q, K, V), {"window": 0}, "window is 0; give a whole number"),
-        ("softmax", (Q, K, V), {}, "rule is 'softmax'; give a function of scores and Rows"),
-        (naughty, (Q, K, V), {}, "naughty changes its scores in place; use an operation that returns a new"),
-        (lambda s, _: s.softmax(-1).sum(1), (Q, K, V), {}, "<lambda> returns torch.float64 [2, "),
-        (lambda s, _: s.softmax(-1).float(), (Q, K, V), {}, "<lambda> returns torch.float32 [2, 4, "),
+        (softmax, {"maps": 3}, "maps is 3 and q has width D = 8; give a D that is divisible by maps"),
+        (softmax, {"maps": 0}, "maps is 0; give a whole number, at least 1"),
+        (softmax, {"backend": "triton"}, "backend is 'triton'; choose reference or chunked for a rule"),
+        (softmax, {"window": 0}, "window is 0; give a whole number"),
+        ("softmax", {}, "rule is 'softmax'; give a function of scores and Rows"),
+        (naughty, {}, "naughty changes its scores in place; use an operation that returns a new"),
+        (lambda s, _: s.softmax(-1).sum(1), {}, "<lambda> returns torch.float64 [2, "),
+        (lambda s, _: s.softmax(-1).float(), {}, "<lambda> returns torch.float32 [2, 4, "),
     ],
 )
-def test_a_mistake_is_named(rule, arguments, settings, message):
+def test_a_mistake_is_named(rule, settings, message):
     with pytest.raises((ValueError, TypeError), match=f"^{re.escape(message)}.*$"):
-        rule_attention(rule, *arguments, **settings)
+        rule_attention(rule, Q, K, V, **settings)

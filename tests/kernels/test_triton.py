@@ -20,7 +20,6 @@ from kernel_cases import (
     assert_small_errors,
     device_for,
     draw,
-    drop_options,
     eager_errors,
     elementwise_max,
     flash_errors,
@@ -66,10 +65,11 @@ LONGER = [
 
 
 def apply_setting(setting, monkeypatch):
-    """Use the setting's block and skipping of empty tiles; returns the arguments of `draw`, and the dtype."""
+    """Use the setting's block, skipping and backward pass; returns the arguments of `draw`, and the dtype."""
     rest = {"length": 65, "width": 16, **setting}
     block, dtype, (group, kv_heads) = rest.pop("block"), rest.pop("dtype"), rest.pop("heads", (1, 1))
     monkeypatch.setattr(configurations, "SKIP_EMPTY_TILES", rest.pop("skip", True))
+    monkeypatch.setattr(configurations, "MERGED_BACKWARD", rest.pop("merged", False))
     if block is not None:
         use_small_blocks(monkeypatch, *block)
     return rest | {"group": group, "kv_heads": kv_heads, "batch": 1 if rest["length"] > 2 else 2}, dtype
@@ -109,7 +109,8 @@ def one_key_rounding(case, dtype, exact, grad):
     In dq p dp k and delta k, rounded for their products; in dk and dbias dp and delta, each computed by a kernel of its
     own; in dv the weight over the mass.
     """
-    level = replace(drop_options(case, "slopes"), q=0 * case.q, bias=None)
+    options = {name: x for name, x in case.options.items() if name != "slopes"}
+    level = replace(case, q=0 * case.q, bias=None, options=options)
     seen = (
         replace_infinite(run_named(level.to(torch.float64), "reference")["lse"]).exp().round()
     )  # equal scores: log of a count
@@ -154,25 +155,22 @@ def test_gradients_of_the_log_sum_exp(setting, renormalise, monkeypatch):
     assert_small_errors(measure, tuple(range(31, 36)))
 
 
-SETTINGS = [
-    pytest.param(setting, id=str(setting), marks=pytest.mark.long if index % 4 or index >= len(COVER) else ())
-    for index, setting in enumerate(COVER + LONGER)
-]
+def every(n, settings):
+    """Parameters of which all but every n-th wait for `make test-all`."""
+    return [
+        pytest.param(setting, id=str(setting), marks=pytest.mark.long if index % n else ())
+        for index, setting in enumerate(settings)
+    ]
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
-def test_equals_reference(setting, monkeypatch):
-    rest, dtype = apply_setting(setting, monkeypatch)
-    assert_equals_reference(rest, dtype)
+MERGED = [setting | {"merged": True} for setting in COVER]
 
 
 @pytest.mark.parametrize(
-    "setting",
-    [pytest.param(s, id=str(s), marks=pytest.mark.long if index % 12 else ()) for index, s in enumerate(COVER)],
+    "setting", every(4, COVER) + every(12, MERGED) + [pytest.param(s, marks=pytest.mark.long) for s in LONGER]
 )
-def test_a_merged_backward_equals_reference(setting, monkeypatch):
-    """dq from the sweep over rows."""
-    monkeypatch.setattr(configurations, "MERGED_BACKWARD", True)
+def test_equals_reference(setting, monkeypatch):
+    """Merged: dq from the sweep over rows."""
     rest, dtype = apply_setting(setting, monkeypatch)
     assert_equals_reference(rest, dtype)
 
@@ -202,15 +200,14 @@ def decoded(case, backend="triton"):
 
 SHORT = [(24, torch.float32, None), (256, torch.bfloat16, 1)]
 """Where earlier blocks gave different results."""
-OTHERS = [
-    each
-    for each in product([16, 24, 80, 96, 128, 256], [torch.float32, torch.bfloat16], [None, 1])
-    if each not in SHORT
-]
 
 
 @pytest.mark.parametrize(
-    ("width", "dtype", "window"), [*SHORT, *(pytest.param(*each, marks=pytest.mark.long) for each in OTHERS)]
+    ("width", "dtype", "window"),
+    [
+        pytest.param(*each, marks=() if each in SHORT else pytest.mark.long)
+        for each in product([16, 24, 80, 96, 128, 256], [torch.float32, torch.bfloat16], [None, 1])
+    ],
 )
 def test_rows_of_one_key_are_dead_at_tau_one_in_every_kernel(width, dtype, window):
     """At the initial tau p = theta = 1 exactly, for all blocks in which a kernel sums its products."""
@@ -296,18 +293,11 @@ class TestSkipping:
     def skip_empty_tiles(self, monkeypatch):
         monkeypatch.setattr(configurations, "SKIP_EMPTY_TILES", True)
 
-    @pytest.mark.parametrize(
-        ("renormalise", "dtype"),
-        [
-            (True, torch.float16),
-            pytest.param(False, torch.float32, marks=pytest.mark.long),
-            pytest.param(False, torch.float16, marks=pytest.mark.long),
-            pytest.param(True, torch.float32, marks=pytest.mark.long),
-        ],
-    )
+    @pytest.mark.parametrize("renormalise", [True, pytest.param(False, marks=pytest.mark.long)])
+    @pytest.mark.parametrize("dtype", [torch.float16, pytest.param(torch.float32, marks=pytest.mark.long)])
     def test_results_are_bit_identical(self, renormalise, dtype, monkeypatch):
         use_small_blocks(monkeypatch, 16, 16)
-        case, few = sparse(dtype, renormalise=renormalise), sparse(dtype, 400, 2, renormalise)
+        case, few = sparse(dtype, renormalise=renormalise), sparse(dtype, 200, 2, renormalise)
         skipping, decoding = run_named(case, "triton"), decoded(few)
         monkeypatch.setattr(configurations, "SKIP_EMPTY_TILES", False)
         assert_same_bits(skipping, run_named(case, "triton"))
@@ -398,26 +388,18 @@ class TestAddresses:
             assert torch.equal(*map(decoded, few))
 
 
-class TestLayouts:
-    """Views that share or skip elements: the same results as from copies."""
-
-    def test_lengths_and_boundaries_with_strides(self, monkeypatch):
-        use_small_blocks(monkeypatch, 64, 64)
-        cases = {
-            name: draw(36, layout=layout, length=40, bias_width=5).to(torch.float32)
-            for name, layout in (("kv_lengths", "ragged"), ("cu_seqlens", "packed"))
-        }
-        for name, case in cases.items():
-            column = torch.stack([case.options[name], case.options[name] * 0], -1)[:, 0]
-            strided = replace(case, options=case.options | {name: column})
-            assert_same_bits(run_named(case, "triton"), run_named(strided, "triton"))
-        ragged = cases["kv_lengths"]
-        few = replace(ragged, q=ragged.q[:, :, -2:])
-        one, four = (
-            replace(few, options=few.options | {"kv_lengths": x})
-            for x in (torch.tensor(30).expand(4), torch.tensor([30] * 4))
-        )
-        assert torch.equal(decoded(one), decoded(four))
+def test_lengths_and_boundaries_with_strides(monkeypatch):
+    """Views that share or skip elements give the results of copies."""
+    use_small_blocks(monkeypatch, 64, 64)
+    for name, layout in (("cu_seqlens", "packed"), ("kv_lengths", "ragged")):
+        case = draw(36, layout=layout, length=40, bias_width=5).to(torch.float32)
+        column = torch.stack([case.options[name], case.options[name] * 0], -1)[:, 0]
+        strided = replace(case, options=case.options | {name: column})
+        assert_same_bits(run_named(case, "triton"), run_named(strided, "triton"))
+    few = replace(case, q=case.q[:, :, -2:])
+    shared = torch.tensor(30).expand(4)
+    views = (replace(few, options=few.options | {name: x}) for x in (shared, shared.clone()))
+    assert torch.equal(*map(decoded, views))
 
 
 @pytest.mark.parametrize(("switched_on", "stats", "calls"), [(True, False, 1), (False, False, 0), (True, True, 0)])
@@ -612,10 +594,7 @@ CACHED = {
 DECODING = pairwise_cover({"skip": [False, True]} | OPTIONS | CACHED)
 
 
-@pytest.mark.parametrize(
-    "setting",
-    [pytest.param(s, id=str(s), marks=pytest.mark.long if number % 4 else ()) for number, s in enumerate(DECODING)],
-)
+@pytest.mark.parametrize("setting", every(4, DECODING))
 def test_decoding_equals_reference(setting, monkeypatch):
     """A few queries against a cache divided over several programs; kv_lengths of 0, of fewer keys, and of all."""
     monkeypatch.setattr(configurations, "INTERPRETED_RESIDENT", 64)

@@ -2,7 +2,6 @@
 
 import ctypes
 import os
-import platform
 import shutil
 import subprocess
 import sys
@@ -16,8 +15,6 @@ from torch_alone import ROOT, build_wheel, run_alone
 from flash_lazy.cpu import library
 
 KERNELS = ROOT / "kernels"
-CPU = "flash_lazy/cpu"
-LIBRARIES = {f"{CPU}/neon.so"} if platform.machine() in ("aarch64", "arm64") else {f"{CPU}/avx2.so", f"{CPU}/avx512.so"}
 SMOKE = """
 from pathlib import Path
 import flash_lazy, torch
@@ -45,19 +42,19 @@ else:
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def wheel(tmp_path_factory):
     return build_wheel(KERNELS, tmp_path_factory.mktemp("wheel"))
 
 
 @pytest.mark.long
-def test_it_works_with_only_torch(wheel: Path, torch_site: Path, tmp_path: Path) -> None:
+def test_it_works_with_only_torch(wheel, torch_site, tmp_path):
     require_library()
     assert wheel.name.startswith("flash_lazy-0.1.0-py3-none-")
     assert not wheel.name.endswith("-any.whl")
     run_smoke_test(wheel, torch_site, tmp_path, "cpu")
 
 
-def run_smoke_test(wheel: Path, torch_site: Path, folder: Path, auto: str) -> None:
+def run_smoke_test(wheel, torch_site, folder, auto):
     """Check a wheel beside torch. auto: the backend that it must select on a CPU."""
     for path in torch_site.iterdir():
         if path.name not in ("flash_lazy", "lit_lazy"):
@@ -68,9 +65,7 @@ def run_smoke_test(wheel: Path, torch_site: Path, folder: Path, auto: str) -> No
 
 
 @pytest.mark.long
-def test_without_a_compiler_it_is_installed_without_the_libraries(
-    torch_site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_compiler_it_is_installed_without_the_libraries(torch_site, tmp_path, monkeypatch):
     monkeypatch.setenv("CC", "/none/cc")
     monkeypatch.setenv("CXX", "/none/c++")
     wheel = build_wheel(KERNELS, tmp_path, "*.so")
@@ -81,7 +76,7 @@ def test_without_a_compiler_it_is_installed_without_the_libraries(
 
 
 @pytest.mark.long
-def test_it_has_no_error_of_memory_or_arithmetic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_has_no_error_of_memory_or_arithmetic(tmp_path, monkeypatch):
     """test_cpu.py with libraries under gcc's AddressSanitizer and UndefinedBehaviorSanitizer."""
     require_library()
     asan, standard = (
@@ -113,7 +108,7 @@ def test_a_library_of_other_sources_is_not_run(tmp_path):
     name = library.get_instruction_set()
     code = "from flash_lazy.cpu import library; print(library.get_instruction_set(), library.find_obstacle())"
 
-    def ask() -> str:
+    def ask():
         command = [sys.executable, "-P", "-c", code]
         environment = os.environ | {"PYTHONPATH": str(tmp_path)}
         return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.strip()

@@ -24,7 +24,7 @@ from lit_lazy.attention import (
     SSMax,
     T5Bias,
 )
-from lit_lazy.attention.bias import BiasModule, BiasTerms
+from lit_lazy.attention.bias import BiasTerms
 from lit_lazy.config.schema import ModelConfig
 from lit_lazy.data.backcopy import Backcopy
 from lit_lazy.figures.ablation import list_learned
@@ -140,19 +140,6 @@ def normal(*shape):
     return torch.randn(shape, generator=torch.Generator().manual_seed(0))
 
 
-class _Scheduled(BiasModule):
-    """A bias with a parameter, a buffer that a schedule changes, and one that no checkpoint keeps."""
-
-    def __init__(self):
-        super().__init__()
-        self.strength = torch.nn.Parameter(torch.tensor(0.5))
-        self.register_buffer("progress", torch.zeros(2))
-        self.register_buffer("distances", torch.zeros(3), persistent=False)
-
-    def forward(self, n_keys):  # noqa: ARG002
-        return BiasTerms()
-
-
 class TestLearned:
     @pytest.mark.parametrize(
         ("normaliser", "name", "shape"),
@@ -197,7 +184,10 @@ class TestLearned:
         """And nothing that not every layer has in one shape, nor many numbers, nor counts."""
         made = model()
         for i, layer in enumerate(made.attentions):
-            layer.bias, layer.gate.strength = _Scheduled(), torch.nn.Parameter(torch.ones(HEADS))
+            layer.bias, layer.gate.strength = torch.nn.Module(), torch.nn.Parameter(torch.ones(HEADS))
+            layer.bias.strength = torch.nn.Parameter(torch.tensor(0.5))
+            layer.bias.register_buffer("progress", torch.zeros(2))
+            layer.bias.register_buffer("distances", torch.zeros(3), persistent=False)
             layer.normaliser.uneven = torch.nn.Parameter(torch.ones(2 + (i == 0)))
             layer.normaliser.matrix = torch.nn.Parameter(torch.ones(MOST_NUMBERS + 1))
             layer.normaliser.register_buffer("count", torch.tensor(3))

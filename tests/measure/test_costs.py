@@ -31,7 +31,7 @@ COSTS = Costs(sequences=2, rounds=2, decoded=4)
 IDS = torch.randint(16, (2, 16), generator=torch.Generator().manual_seed(0))
 
 
-def build(attention=LAZY, **changes) -> DecoderLM:
+def build(attention=LAZY, **changes):
     cfg = dataclasses.replace(TINY.model, n_layers=2, attention=attention, **changes)
     return DecoderLM(cfg, TINY.data.load().vocab_size, 16, seed=1)
 

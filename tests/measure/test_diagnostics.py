@@ -1,7 +1,6 @@
 """Diagnostics of a model: equal to dense fp64 matrices for any batches, and without effect on the model."""
 
 import math
-from pathlib import Path
 from statistics import NormalDist
 from unittest.mock import Mock
 
@@ -12,7 +11,6 @@ from torch import Tensor
 
 from lit_lazy.attention import (
     Alibi,
-    AttentionCall,
     AttentionSpec,
     ClippedSoftmax,
     Differential,
@@ -20,10 +18,7 @@ from lit_lazy.attention import (
     LearnedAbsolute,
     LearnedBias,
     NoPosition,
-    Normaliser,
-    NormaliserModule,
     OffByOne,
-    Position,
     Relu,
     Rope,
     Softmax,
@@ -32,20 +27,16 @@ from lit_lazy.attention import (
 )
 from lit_lazy.config.schema import ModelConfig, RunConfig
 from lit_lazy.data.backcopy import Backcopy
-from lit_lazy.data.source_interface import Batch
 from lit_lazy.measure import diagnostics
 from lit_lazy.measure.attention_metrics import AttentionMetrics
 from lit_lazy.measure.diagnostic_arrays import Diagnostics
 from lit_lazy.measure.diagnostics import Maps, measure, sample_validation
-from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.training.module import LitLM
 
 T, VOCABULARY, SEQUENCES = 20, 17, 5
 
 
-def make(
-    attention: AttentionSpec, position: Position | None = None, n_layers: int = 2, n_kv_heads: int = 2, seed: int = 0
-) -> LitLM:
+def make(attention, position=None, n_layers=2, n_kv_heads=2, seed=0):
     """With weights so large that scores span some nats, heads differ and offsets cut."""
     sizes = {"d_model": 16, "n_heads": 4, "d_ff": 24, "n_layers": n_layers, "n_kv_heads": n_kv_heads}
     model = ModelConfig(**sizes, attention=attention, position=position or Rope(), init_std=0.4)
@@ -53,7 +44,7 @@ def make(
     return LitLM.create(RunConfig(data, model, seed=seed), VOCABULARY, T)
 
 
-def draw(length: int = T, n: int = SEQUENCES) -> Batch:
+def draw(length=T, n=SEQUENCES):
     ids = torch.randint(VOCABULARY, (n, length + 1), generator=torch.Generator().manual_seed(1))
     return {"tokens": ids[:, :-1], "targets": ids[:, 1:]}
 
@@ -70,11 +61,11 @@ SPECS = {
 class Dense:
     """The dense matrices of each layer's rule in a pass, and its hidden states."""
 
-    def __init__(self, module: LitLM, tokens: Tensor, hidden_keys: int = 0) -> None:
+    def __init__(self, module, tokens, hidden_keys=0):
         model = module.model
         self.w, self.mass, self.scores, self.zero, self.v, self.thetas, self.hidden = ([] for _ in range(7))
 
-        def read(rule: NormaliserModule, inputs: tuple[AttentionCall]) -> None:
+        def read(rule, inputs):
             (call,) = inputs
             found = rule.compute_weights(call)
             theta = rule.theta(found.rows)
@@ -95,11 +86,11 @@ class Dense:
         for hook in hooks:
             hook.remove()
 
-    def nll(self, targets: Tensor) -> Tensor:
+    def nll(self, targets):
         return -self.logits.log_softmax(-1).gather(-1, targets[..., None])[..., 0]
 
 
-def null_zeros(scores: Tensor, theta: Tensor, visible: Tensor) -> Tensor:
+def null_zeros(scores, theta, visible):
     """Zeros that Gaussian scores would have in each row from position 8 on, `[B, H, T - 7]`."""
     found = torch.zeros(*scores.shape[:2], T - 7, dtype=torch.float64)
     for b, h, i in np.ndindex(found.shape):
@@ -109,13 +100,13 @@ def null_zeros(scores: Tensor, theta: Tensor, visible: Tensor) -> Tensor:
     return found
 
 
-def expected(module: LitLM, batch: Batch) -> dict[str, Tensor]:
+def expected(module, batch):
     """The arrays, by loops over dense matrices."""
     dense, cuts = Dense(module, batch["tokens"]), isinstance(module.cfg.model.attention.normaliser, Elastic)
     heads = dense.w[0].shape[1]
     found: dict[str, list[Tensor]] = {}
 
-    def add(name: str, value: Tensor) -> None:
+    def add(name, value):
         found.setdefault(name, []).append(value)
 
     layers = dense.w, dense.mass, dense.scores, dense.zero, dense.v, dense.thetas
@@ -171,7 +162,7 @@ def expected(module: LitLM, batch: Batch) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("name", SPECS)
-def test_arrays_equal_those_of_dense_matrices(name: str) -> None:
+def test_arrays_equal_those_of_dense_matrices(name):
     attention, position = SPECS[name]
     module, batch = make(attention, position).double(), draw()
     with torch.no_grad():
@@ -198,7 +189,7 @@ def test_arrays_equal_those_of_dense_matrices(name: str) -> None:
     [*SPECS.values(), (AttentionSpec(Elastic(-0.5), Alibi(), window=6), None)],
     ids=[*SPECS, "negative"],
 )
-def test_ratios_equal_those_of_dense_matrices(attention: AttentionSpec, position: Position | None) -> None:
+def test_ratios_equal_those_of_dense_matrices(attention, position):
     """`AttentionMetrics` of groups of rows, in one batch or several."""
     module, tokens = make(attention, position).double(), draw()["tokens"]
     model, rows = module.model, {"rare": tokens < 6, "other": tokens >= 6}
@@ -224,7 +215,7 @@ def test_ratios_equal_those_of_dense_matrices(attention: AttentionSpec, position
     assert parts.compute() == pytest.approx(expected, rel=1e-5, abs=1e-7)
 
 
-def test_the_cut_into_batches_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cut_into_batches_changes_nothing(monkeypatch):
     module, batch = make(LAZY).double(), draw()
     whole = measure(module.model, [batch]).arrays
     parts = [{name: x[rows] for name, x in batch.items()} for rows in (slice(0, 3), slice(3, 4), slice(4, 5))]
@@ -241,14 +232,14 @@ def test_the_cut_into_batches_changes_nothing(monkeypatch: pytest.MonkeyPatch) -
     assert not np.allclose(fewer["loss/by_position"], whole["loss/by_position"])
 
 
-def test_only_a_threshold_over_n_feels_whether_n_is_held() -> None:
+def test_only_a_threshold_over_n_feels_whether_n_is_held():
     """A softmax has no theta; that of `constant` does not depend on n; that of `per_query` is lower."""
     for normaliser, differs in ((Softmax(), False), (Elastic(0.2, "constant"), False), (Elastic(), True)):
         arrays = measure(make(AttentionSpec(normaliser)).double().model, [draw()]).arrays
         assert (abs(arrays["loss/evicted_n_held"] - arrays["loss/evicted"][3]) > 1e-6) == differs
 
 
-def state(module: LitLM) -> dict[str, object]:
+def state(module):
     """All state that must not change, except tensors."""
     return {
         "modes": [part.training for part in module.modules()],
@@ -261,7 +252,7 @@ def state(module: LitLM) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_the_module_stays_as_it_was(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_module_stays_as_it_was(fails, monkeypatch):
     module = make(LAZY)
     module.train()
     module.model.blocks[1].eval()
@@ -277,7 +268,7 @@ def test_the_module_stays_as_it_was(fails: bool, monkeypatch: pytest.MonkeyPatch
     assert state(module) == before
 
 
-def test_maps_are_those_of_the_strongest_first_key() -> None:
+def test_maps_are_those_of_the_strongest_first_key():
     share = np.full((9, 3), np.nan)
     share[:, 1] = 0.1
     share[4] = [0.2, 0.3, 0.4]
@@ -294,7 +285,7 @@ def test_maps_are_those_of_the_strongest_first_key() -> None:
             measure(make(LAZY).model, [draw()], maps)
 
 
-def test_arrays_survive_the_file(tmp_path: Path) -> None:
+def test_arrays_survive_the_file(tmp_path):
     one, other = (make(AttentionSpec(Softmax()), seed=seed).model for seed in (0, 1))
     parts = {"": measure(one, [draw()]), "init/": measure(other, [draw()], None)}
     joined = Diagnostics.merge(parts)
@@ -312,7 +303,7 @@ def test_arrays_survive_the_file(tmp_path: Path) -> None:
     assert "init/maps/weights" not in joined.arrays
 
 
-def test_a_file_that_would_run_code_or_expands_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_would_run_code_or_expands_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr("lit_lazy.measure.diagnostic_arrays.MOST_BYTES", 2**20)
     np.savez(tmp_path / "code.npz", sample=np.array([print], dtype=object))
     np.savez_compressed(tmp_path / "large.npz", **{name: np.zeros(2**19, np.uint8) for name in "abc"})
@@ -345,7 +336,7 @@ SCALARS = {
 }
 
 
-def test_scalars_are_made_of_the_arrays() -> None:
+def test_scalars_are_made_of_the_arrays():
     module = make(LAZY).double()
     with torch.no_grad():
         module.model.attentions[0].normaliser.tau[1] = 100.0  # above T: no weight survives
@@ -359,7 +350,7 @@ def test_scalars_are_made_of_the_arrays() -> None:
     assert np.isfinite(short["loss/by_position"]).all()
 
 
-def test_empty_tiles_are_a_metric() -> None:
+def test_empty_tiles_are_a_metric():
     """If each token sees only itself, 6 of 10 causal tiles of 64 are empty, and 1 of 3 of 128."""
     model = make(AttentionSpec(Elastic(), Alibi(slopes=(100.0,))), NoPosition(), n_layers=1).model
     batch = draw(256, n=2)
@@ -367,14 +358,14 @@ def test_empty_tiles_are_a_metric() -> None:
     assert (scalars["sparsity/block_64"], scalars["sparsity/block_128"]) == pytest.approx((6 / 10, 1 / 3))
 
 
-def test_a_sample_is_spread_over_the_validation_set() -> None:
+def test_a_sample_is_spread_over_the_validation_set():
     source = Backcopy(vocab_size=16, context_length=8, train_sequences=1, validation_sequences=30).load()
     everything = source.validation.__getitems__(list(range(30)))["tokens"]
     assert torch.equal(sample_validation(source, 3)[0]["tokens"], everything[[0, 10, 20]])
     assert torch.equal(sample_validation(source)[0]["tokens"], everything)
 
 
-def measure_rule(normaliser: Normaliser) -> tuple[DecoderLM, dict[str, float], Diagnostics]:
+def measure_rule(normaliser):
     """A model with a rule, its ratios on all rows, and its diagnostics."""
     model, batch = make(AttentionSpec(normaliser, LearnedBias(init_std=0.5)), n_kv_heads=4).model, draw()
     metrics = AttentionMetrics(model.attentions)
@@ -384,7 +375,7 @@ def measure_rule(normaliser: Normaliser) -> tuple[DecoderLM, dict[str, float], D
     return model, metrics.compute(), measure(model, [batch])
 
 
-def test_signed_weights_have_no_shares_entropy_or_sparsity() -> None:
+def test_signed_weights_have_no_shares_entropy_or_sparsity():
     _, ratios, diagnostics = measure_rule(Differential())
     arrays = diagnostics.arrays
     assert set(ratios) == {"sink/first_key_weight", "mass/all"}
@@ -401,7 +392,7 @@ def test_signed_weights_have_no_shares_entropy_or_sparsity() -> None:
     [(Softpick(), True), (Relu(), True), (ClippedSoftmax(), True), (Softmax(), False), (OffByOne(), False)],
     ids=repr,
 )
-def test_a_rule_that_cuts_has_a_sparsity_and_no_null_model(normaliser: Normaliser, cuts: bool) -> None:
+def test_a_rule_that_cuts_has_a_sparsity_and_no_null_model(normaliser, cuts):
     """By its declaration, whatever its class."""
     model, ratios, diagnostics = measure_rule(normaliser)
     found = []
@@ -417,7 +408,7 @@ def test_a_rule_that_cuts_has_a_sparsity_and_no_null_model(normaliser: Normalise
     assert np.isnan(diagnostics.arrays["sparsity/null"]).all()
 
 
-def test_a_layer_whose_tau_is_0_counts_in_the_sparsity() -> None:
+def test_a_layer_whose_tau_is_0_counts_in_the_sparsity():
     """As at the smallest tau, which cuts as little."""
     model, found = make(LAZY).model, []
     for tau in (0.0, 1e-30):

@@ -1,11 +1,10 @@
 """Metrics over two processes of a real process group equal those of one process on all data."""
 
-from pathlib import Path
 from typing import Any
 
 import torch
 from layers import layer_shape
-from torch import Tensor, distributed, multiprocessing
+from torch import distributed, multiprocessing
 from torchmetrics import Metric
 
 from lit_lazy.attention import AttentionCall, Elastic
@@ -18,7 +17,7 @@ PROCESSES = 2
 SEQUENCES, HEADS, LENGTH = 5, 4, 70
 
 
-def measured(sequences: slice) -> list[dict[str, Tensor]]:
+def measured(sequences):
     """Values of every metric on some sequences and, in a group, on those of the other processes."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = torch.randn(3, SEQUENCES, HEADS, LENGTH, 8, generator=generator)
@@ -41,7 +40,7 @@ def measured(sequences: slice) -> list[dict[str, Tensor]]:
     return found
 
 
-def take_part(rank: int, folder: Path) -> None:
+def take_part(rank, folder):
     """A process of the group. The first has one sequence, the other the rest."""
     torch.set_num_threads(1)
     distributed.init_process_group("gloo", f"file://{folder / 'group'}", rank=rank, world_size=PROCESSES)
@@ -51,7 +50,7 @@ def take_part(rank: int, folder: Path) -> None:
         distributed.destroy_process_group()
 
 
-def test_a_process_group_measures_what_one_process_does(tmp_path: Path) -> None:
+def test_a_process_group_measures_what_one_process_does(tmp_path):
     multiprocessing.start_processes(take_part, (tmp_path,), nprocs=PROCESSES, start_method="fork")
     expected = measured(slice(None))
     alone = measured(slice(1, None))

@@ -14,11 +14,13 @@ from lit_lazy.config.evaluation import Evaluation
 from lit_lazy.config.key import cell_key, evaluation_key
 from lit_lazy.config.user_files import experiment
 from lit_lazy.data.backcopy import Backcopy
+from lit_lazy.data.stdlib import Stdlib
 from lit_lazy.measure.costs import Costs
 from lit_lazy.measure.diagnostics import sample_validation
 from lit_lazy.measure.evaluation import Varied, evaluate
 from lit_lazy.measure.int8 import Int8
 from lit_lazy.measure.lengths import Lengths, Streaming, loss_by_position
+from lit_lazy.measure.lm_eval import LmEval
 from lit_lazy.measure.retrieval import Needle, Passkey
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.training import checkpoints
@@ -110,9 +112,7 @@ def test_a_custom_one_is_measured_and_what_is_undefined_left_out(result, tmp_pat
     assert checkpoints.load(result[1] / "final.ckpt").cfg.evaluations == (LENGTHS, STREAMING, VARIED, *RETRIEVAL)
 
 
-def test_what_a_finished_training_did_not_measure_is_measured_on_its_kept_model(
-    result, tmp_path, monkeypatch: pytest.MonkeyPatch
-):
+def test_what_a_finished_training_did_not_measure_is_measured_on_its_kept_model(result, tmp_path, monkeypatch):
     plain = run(dataclasses.replace(TINY, evaluations=(Mine("b"),)), tmp_path / "plain", keep_checkpoint=True)
     monkeypatch.setattr(sys.modules["lit_lazy.training.run"], "fit", lambda *_: pytest.fail("it trains again"))
     asked = dataclasses.replace(TINY, evaluations=(LENGTHS, Mine("a")))
@@ -129,6 +129,7 @@ def test_what_a_finished_training_did_not_measure_is_measured_on_its_kept_model(
     assert fewer.metrics == {name: value for name, value in found.metrics.items() if name != "mine/a"}
 
 
+TEXT = {"data": Stdlib(context_length=96)}
 RECURRENT = dataclasses.replace(TINY.model, mixer=RetNet())
 ABSOLUTE = dataclasses.replace(TINY.model, position=LearnedAbsolute(), attention=AttentionSpec(Elastic()))
 
@@ -144,8 +145,12 @@ ABSOLUTE = dataclasses.replace(TINY.model, position=LearnedAbsolute(), attention
         (Costs(decoded=16), {}, r"Costs: Costs\.decoded=16: must be below the context's 16 tokens"),
         (Costs(decoded=4, divisors=(3,)), {}, r"Costs: Costs\.divisors=3: must divide the context's 16 tokens"),
         (Costs(decoded=4), {"model": RECURRENT}, r"Costs: model\.mixer=.*RetNet.*: has no attention"),
+        (LmEval(("pika",)), TEXT, r"LmEval: tasks='pika': no such task; known are wikitext,.*a task folder"),
+        (LmEval(("mine",), task_folder="/proc/none"), TEXT, r"LmEval: LmEval\.task_folder='/proc/none': must be a"),
+        (LmEval(("piqa",)), {}, r"LmEval: its data \(Backcopy\) is not text"),
     ],
 )
+@pytest.mark.usefixtures("offline")
 def test_what_cannot_be_measured_is_one_line_before_anything_is_created(evaluation, changes, message):
     with pytest.raises(ValueError, match=f"^evaluations: {message}.*$"):
         prepare(dataclasses.replace(TINY, evaluations=(evaluation,), **changes))

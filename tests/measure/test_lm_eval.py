@@ -21,7 +21,6 @@ from lit_lazy.command.main import main
 from lit_lazy.config import ModelConfig, RunConfig, TrainConfig
 from lit_lazy.config.key import evaluation_key
 from lit_lazy.config.user_files import experiment
-from lit_lazy.data.backcopy import Backcopy
 from lit_lazy.data.pipeline.tokeniser import ByteTokenizer
 from lit_lazy.data.stdlib import Stdlib
 from lit_lazy.data.text import Text
@@ -32,7 +31,6 @@ from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.tracking.store_address import default_uri
 from lit_lazy.tracking.tracker import Tracker
 from lit_lazy.training import checkpoints
-from lit_lazy.training.check_before_run import prepare
 from lit_lazy.training.run import run
 
 __all__ = ["bpe"]
@@ -40,29 +38,29 @@ CONTEXT = 96
 pytestmark = pytest.mark.usefixtures("offline")
 
 
-def config(data=None, **model) -> RunConfig:
+def config(data=None, **model):
     sizes = {"d_model": 32, "n_layers": 2, "n_heads": 2, "d_ff": 48, "position": Rope(), "init_std": 0.3, **model}
     return RunConfig(data or Stdlib(context_length=CONTEXT), ModelConfig(**sizes), TrainConfig())
 
 
 @pytest.fixture(scope="module")
-def model() -> DecoderLM:
+def model():
     """Elastic-Softmax on bytes, with initial weights so large that its predictions are not uniform."""
     spec = AttentionSpec(Elastic(tau_init=0.3), LearnedBias(init_std=0.5))
     return DecoderLM(config(attention=spec).model, 256, CONTEXT, seed=0)
 
 
-def save(cfg: RunConfig, path: Path, vocab_size: int = 256) -> Path:
+def save(cfg, path, vocab_size=256):
     """A checkpoint of an untrained model."""
     return Path(untrained.save(path, cfg, vocab_size, CONTEXT))
 
 
-def request(*args: object) -> SimpleNamespace:
+def request(*args):
     return SimpleNamespace(args=args)
 
 
 @torch.no_grad()
-def plain(model: DecoderLM, context: bytes, continuation: bytes) -> tuple[float, bool]:
+def plain(model, context, continuation):
     """Reference log-likelihood, token by token after at most CONTEXT tokens; an empty context is the separator."""
     whole = list(context or b"\0") + list(continuation)
     kept = whole[-CONTEXT - 1 :]
@@ -77,7 +75,7 @@ def plain(model: DecoderLM, context: bytes, continuation: bytes) -> tuple[float,
 def test_log_likelihoods_are_those_of_a_plain_sum(model):
     rng = random.Random(0)
 
-    def letters(least: int, most: int) -> bytes:
+    def letters(least, most):
         return bytes(rng.choices(range(97, 123), k=rng.randint(least, most)))
 
     pairs = [(letters(0, 150), letters(1, 20)) for _ in range(60)]
@@ -95,7 +93,7 @@ def test_log_likelihoods_are_those_of_a_plain_sum(model):
 
 
 @torch.no_grad()
-def greedy_text(model: DecoderLM, context: bytes, n: int) -> bytes:
+def greedy_text(model, context, n):
     tokens = list(context)
     for _ in range(n):
         tokens.append(int(model(torch.tensor([tokens]))[0, -1].argmax()))
@@ -118,7 +116,7 @@ def test_greedy_texts(model):
     assert asked.cut == before + 1
 
 
-def rolling(model: DecoderLM, text: bytes) -> float:
+def rolling(model, text):
     """Reference for a full text: windows of CONTEXT tokens after the token before each; the last one overlaps."""
     total = 0.0
     for at in range(0, len(text), CONTEXT):
@@ -143,7 +141,7 @@ def test_the_nine_tasks_with_their_real_prompts(model, task_folder):
     assert found.facts["requests_cut_on_the_left"] > 0  # the passages
     scores = found.scores
 
-    def total(context: str, continuation: str) -> float:
+    def total(context, continuation):
         return plain(model, context.encode(), continuation.encode())[0]
 
     # By word, not by token: exp(-sum / words), with words counted in the raw page.
@@ -178,7 +176,7 @@ def test_the_nine_tasks_with_their_real_prompts(model, task_folder):
 
 
 @pytest.fixture
-def checkpoint(runs: Path) -> Path:
+def checkpoint(runs):
     """Checkpoint of a run recorded in MLflow."""
     run_folder = runs / "train-x" / "abc"
     run_folder.mkdir(parents=True)
@@ -239,7 +237,7 @@ def test_a_mistake_is_one_line_and_creates_nothing(checkpoint, runs, cfg, more, 
 # An evaluation of a run
 
 
-def answers(harness, tasks) -> tuple[dict[str, float], list[float]]:
+def answers(harness, tasks):
     """Accuracies by task and log-likelihoods of all of the harness's requests."""
     import lm_eval
 
@@ -288,21 +286,6 @@ def test_a_run_that_asks_for_them_has_their_scores(task_folder, tmp_path):
     assert {name: value for name, value in found.items() if name.startswith("lm-eval/")} == wanted
     keys = [column.key for column in BENCHMARK_COLUMNS if column.key in found]
     assert keys == ["lm-eval/wikitext/word_perplexity", "lm-eval/boolq/acc"]
-
-
-@pytest.mark.parametrize(
-    ("evaluation", "data", "message"),
-    [
-        (LmEval(("pika",)), None, r"tasks='pika': no such task; known are wikitext,.*a task folder$"),
-        (LmEval(("piqa",)), Backcopy(), r"its data \(Backcopy\) is not text"),
-        (LmEval(("mine",), task_folder="/proc/none"), None, r"LmEval\.task_folder='/proc/none': must be a folder"),
-    ],
-)
-def test_what_cannot_be_asked_is_one_line_before_anything_is_created(evaluation, data, message):
-    cfg = replace(config(data), evaluations=(evaluation,), train=TrainConfig(steps=2, batch_size=2, warmup_steps=1))
-    with pytest.raises(ValueError, match=f"^evaluations: LmEval: {message}") as error:
-        prepare(cfg)
-    assert "\n" not in str(error.value)
 
 
 def test_what_an_import_of_its_functions_writes_is_not_in_its_key(tmp_path):

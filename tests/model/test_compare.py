@@ -7,7 +7,6 @@ import torch
 from published import LONGROPE, SIZES, transformers
 
 from lit_lazy.config import replace_at
-from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.model.import_compare import compare
 from lit_lazy.model.import_convert import build, convert
 
@@ -36,7 +35,7 @@ WRONG: dict[str, tuple[str, dict[str, Any], str, Any]] = {
 }
 
 
-def make(name: str, changes: dict[str, Any]) -> tuple[Any, DecoderLM]:
+def make(name, changes):
     torch.manual_seed(0)
     settings = {"vocab_size": 304, **SIZES, **LONG, **changes}
     config = getattr(transformers, f"{name}Config")(**settings)
@@ -44,12 +43,12 @@ def make(name: str, changes: dict[str, Any]) -> tuple[Any, DecoderLM]:
     return model, convert(model)
 
 
-def change(model: DecoderLM, settings: dict[str, Any]) -> DecoderLM:
+def change(model, settings):
     return build(replace_at(model.cfg, settings), model.state_dict(), model.context_length)
 
 
 @pytest.mark.parametrize(("name", "changes", "path", "value"), WRONG.values(), ids=WRONG)
-def test_a_wrong_setting_is_refused(name: str, changes: dict[str, Any], path: str, value: object) -> None:
+def test_a_wrong_setting_is_refused(name, changes, path, value):
     model, new = make(name, changes)
     assert "within" in compare(model, new)
     with pytest.raises(ValueError, match="the logits differ from those of transformers' "):
@@ -57,7 +56,7 @@ def test_a_wrong_setting_is_refused(name: str, changes: dict[str, Any], path: st
 
 
 @pytest.mark.parametrize("name", ["embedding.weight", "blocks.2.attention.k.bias", "blocks.3.mlp.up.weight"])
-def test_wrong_weights_are_refused(name: str) -> None:
+def test_wrong_weights_are_refused(name):
     model, new = make("Qwen2", {})
     assert new.state_dict()[name].data_ptr() in {weight.data_ptr() for weight in model.parameters()}, "shared"
     changed = new.state_dict()[name].clone()
@@ -66,7 +65,7 @@ def test_wrong_weights_are_refused(name: str) -> None:
         compare(model, build(new.cfg, new.state_dict() | {name: changed}, new.context_length))
 
 
-def test_two_windows_are_refused() -> None:
+def test_two_windows_are_refused():
     model, _ = make("Qwen2", WINDOWS)
     model.model.layers[3].self_attn.register_forward_pre_hook(
         lambda _, args, options: (args, options | {"attention_mask": options["attention_mask"] // 2}), with_kwargs=True
@@ -75,7 +74,7 @@ def test_two_windows_are_refused() -> None:
         convert(model)
 
 
-def test_in_a_large_model_one_layer_of_each_window_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_a_large_model_one_layer_of_each_window_is_compared(monkeypatch):
     monkeypatch.setattr("lit_lazy.model.import_compare.MOST_PRODUCTS", 1)
     model, new = make("Qwen2", WINDOWS)
     compare(model, new)
@@ -84,7 +83,7 @@ def test_in_a_large_model_one_layer_of_each_window_is_compared(monkeypatch: pyte
         compare(model, change(new, {"attention.window": 101}))
 
 
-def test_a_window_that_is_too_long_to_compare_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_window_that_is_too_long_to_compare_is_named(monkeypatch):
     monkeypatch.setattr("lit_lazy.model.import_compare.LONGEST", 120)
     model, new = make("Mistral", {"sliding_window": 100})
     assert compare(model, new).endswith("; no text was longer than the window of 100")

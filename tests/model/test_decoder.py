@@ -50,7 +50,6 @@ VARIANTS = {row.name: replace_at(RunConfig(Backcopy(), SMALL), row.changes).mode
         },
     }.items()
 }
-FIRE = dataclasses.replace(SMALL, attention=AttentionSpec(Elastic(), Fire()))
 ELASTIC = {name: cfg for name, cfg in VARIANTS.items() if isinstance(cfg.attention.normaliser, Elastic)}
 PLAIN = {"position": NoPosition()}
 MIXERS = {
@@ -81,10 +80,6 @@ def tokens(batch=2, length=LENGTH, seed=0):
     return torch.randint(VOCAB, (batch, length), generator=torch.Generator().manual_seed(seed))
 
 
-def taus(model):
-    return [p for name, p in model.named_parameters() if name.endswith("normaliser.tau")]
-
-
 @torch.no_grad()
 @pytest.mark.parametrize(
     ("cfg", "sign"),
@@ -94,8 +89,9 @@ def taus(model):
 def test_no_row_sees_the_future(cfg, sign):
     """Logits before a changed token are bit-identical; later ones change."""
     model = build(cfg)
-    for tau in taus(model):
-        tau.fill_(sign * (tau.abs().max() or 0.5))
+    for name, tau in model.named_parameters():
+        if name.endswith("normaliser.tau"):
+            tau.fill_(sign * (tau.abs().max() or 0.5))
     x = tokens(length=LENGTH if cfg.mixer.attends else LONG)
     length, before = x.shape[1], model(x)
     for t in (t for t in {0, 1, 6, 63, 64, length - 1} if t < length):
@@ -129,12 +125,9 @@ def test_gradients_are_finite_and_reach_every_parameter(cfg):
     model, x = build(cfg), tokens(length=LENGTH if cfg.mixer.attends else LONG)
     torch.nn.functional.cross_entropy(model(x).flatten(0, 1), x.roll(-1, 1).flatten()).backward()
     for name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
-            assert parameter.grad is None
-            continue
-        assert parameter.grad is not None, name
-        assert parameter.grad.isfinite().all(), name
-        assert parameter.grad.count_nonzero() > 0, name
+        if parameter.requires_grad:
+            assert parameter.grad.isfinite().all(), name
+            assert parameter.grad.count_nonzero() > 0, name
 
 
 class TestStart:
@@ -149,18 +142,11 @@ class TestStart:
                     shared += 1
         assert shared > len(states) * 10
 
-    @pytest.mark.parametrize("cfg", [FIRE, *MIXERS.values()], ids=str)
-    def test_a_start_does_not_depend_on_the_global_generator(self, cfg):
-        torch.manual_seed(1)
-        one = DecoderLM(cfg, VOCAB, CONTEXT, 0).state_dict()
-        torch.manual_seed(2)
-        other = DecoderLM(cfg, VOCAB, CONTEXT, 0).state_dict()
-        assert all(torch.equal(one[name], other[name]) for name in one)
-
     @every_model
     def test_seeds_differ_in_every_drawn_parameter(self, cfg):
-        """And so do the parameters of one model, all in fp32."""
-        one, other = (DecoderLM(cfg, VOCAB, CONTEXT, seed) for seed in (0, 1))
+        """And so do the parameters of one model, all in fp32; torch's own generator has no effect."""
+        one, again, other = (DecoderLM(cfg, VOCAB, CONTEXT, seed) for seed in (0, 0, 1))
+        assert all(map(torch.equal, one.state_dict().values(), again.state_dict().values()))
         constant = ("norm.weight", "norm.bias", "skip", "tau", "bias.table", "bias.values", "bias.c")
         drawn = set()
         for (name, a), b in zip(one.named_parameters(), other.parameters(), strict=True):
@@ -188,17 +174,11 @@ class TestSize:
     BLOCK = 8 * 8 + 2 * 8 * 4 + 8 * 8 + 3 * 8 * 16
     NORMS = 2 * 2 * 8 + 8
 
-    def count(self, **changes):
-        model = DecoderLM(dataclasses.replace(self.CFG, **changes), 11, 6, 0)
-        return sum(p.numel() for p in model.parameters())
-
-    def test_parameters(self):
-        assert self.count() == 11 * 8 + 2 * self.BLOCK + self.NORMS
-        assert self.count(tie_embeddings=False) == 2 * 11 * 8 + 2 * self.BLOCK + self.NORMS
-
     @pytest.mark.parametrize(
         ("changes", "extra"),
         [
+            ({}, 0),
+            ({"tie_embeddings": False}, 11 * 8),
             ({"attention": AttentionSpec(Elastic())}, 2 * 2),
             ({"attention": AttentionSpec(Elastic(threshold="per_token"))}, 2 * 2 * 6),
             ({"attention": AttentionSpec(Softmax(), LearnedBias())}, 2 * 2 * 6),
@@ -212,8 +192,9 @@ class TestSize:
         ],
         ids=str,
     )
-    def test_parameters_of_each_part(self, changes, extra):
-        assert self.count(**changes) - self.count() == extra
+    def test_parameters(self, changes, extra):
+        model = DecoderLM(dataclasses.replace(self.CFG, **changes), 11, 6, 0)
+        assert sum(p.numel() for p in model.parameters()) == 11 * 8 + 2 * self.BLOCK + self.NORMS + extra
 
     @pytest.mark.parametrize("tie", [True, False])
     def test_flops(self, tie):

@@ -1,7 +1,6 @@
 """Packed documents with a mask: logits, loss and metrics of each token equal those of its single document."""
 
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -59,11 +58,11 @@ VARIANTS = {
 }
 
 
-def places() -> torch.Tensor:
+def places():
     return torch.stack([torch.cat([torch.arange(n) for n in lengths]) for lengths in LENGTHS])
 
 
-def model(spec, position, dtype=torch.float64) -> DecoderLM:
+def model(spec, position, dtype=torch.float64):
     cfg = ModelConfig(d_model=32, n_layers=2, n_heads=4, n_kv_heads=2, d_ff=48, attention=spec, position=position)
     made = DecoderLM(cfg, VOCABULARY, L, seed=1).to(dtype)
     for name, parameter in made.named_parameters():
@@ -72,11 +71,11 @@ def model(spec, position, dtype=torch.float64) -> DecoderLM:
     return made
 
 
-def tokens() -> torch.Tensor:
+def tokens():
     return torch.randint(VOCABULARY, (len(LENGTHS), L + 1), generator=torch.Generator().manual_seed(0))
 
 
-def alone(made: DecoderLM, sequences: torch.Tensor):
+def alone(made, sequences):
     """Logits `[B, L, V]` and stats of each row and layer, computed per document."""
     logits, stats = [], []
     for row, lengths in zip(sequences, LENGTHS, strict=True):
@@ -112,7 +111,7 @@ def test_packed_with_a_mask_is_each_document_alone(name):
         assert (gradient - gradients[1][parameter]).abs().max() < 1e-10 * (1 + gradient.abs().max()), parameter
 
 
-def source() -> DataSource:
+def source():
     sequences = tokens()
     ends = torch.cumsum(torch.tensor([n for lengths in LENGTHS for n in lengths]), 0).numpy()
     data = DocumentDataset(sequences, torch.arange(0, 3 * L, L).numpy(), ends)
@@ -172,7 +171,7 @@ def test_diagnostics_look_at_the_first_document_of_each_window(name):
         np.testing.assert_array_equal(by_mask[array], values, err_msg=array)
 
 
-def test_a_training_with_a_mask_learns_and_repeats_to_the_same_bits(tmp_path: Path, monkeypatch):
+def test_a_training_with_a_mask_learns_and_repeats_to_the_same_bits(tmp_path, monkeypatch):
     monkeypatch.setenv("LIT_LAZY_CACHE", str(tmp_path / "cache"))
     (tmp_path / "texts.jsonl").write_text("".join(f'{{"text": "{i} {"abcdefgh" * (i % 9)}"}}\n' for i in range(300)))
     data = Text(str(tmp_path / "texts.jsonl"), context_length=L, validation_windows=8, document_mask=True)

@@ -20,7 +20,6 @@ from lit_lazy.config.key import hash_model
 from lit_lazy.data.source_interface import SpecialTokens
 from lit_lazy.model.generation import Prompts, generate
 from lit_lazy.training import checkpoints
-from lit_lazy.training.module import LitLM
 
 __all__ = ["bpe"]
 ROOT = Path(__file__).parents[2]
@@ -30,7 +29,7 @@ QWEN2_WORDS = (
 )
 
 
-def imported(source: Path | str, out: Path | str) -> LitLM:
+def imported(source, out):
     assert main(["import", str(source), str(out)]) == 0
     return checkpoints.load(Path(out))
 
@@ -38,7 +37,7 @@ def imported(source: Path | str, out: Path | str) -> LitLM:
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
 @pytest.mark.usefixtures("module_cache")
-def test_a_family_gives_the_logits_of_transformers(family: str, bpe: Path, tmp_path: Path) -> None:
+def test_a_family_gives_the_logits_of_transformers(family, bpe, tmp_path):
     """Also exported again."""
     theirs = make_published(tmp_path / "source", family, bpe)
     ours = imported(tmp_path / "source", tmp_path / "new" / "model.ckpt").model.eval()
@@ -74,9 +73,7 @@ GGUFS = [
 
 @pytest.mark.parametrize(("family", "kind", "pre"), GGUFS)
 @torch.no_grad()
-def test_a_gguf_gives_what_its_numbers_say_and_the_tokens_of_its_kind(
-    family: str, kind: str, pre: str, bpe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_gguf_gives_what_its_numbers_say_and_the_tokens_of_its_kind(family, kind, pre, bpe, tmp_path, capsys):
     theirs = make_published(tmp_path / "source", family, bpe)
     write_gguf(tmp_path / "model.gguf", tmp_path / "source", kind, pre)
     module = imported(tmp_path / "model.gguf", tmp_path / "model.ckpt")
@@ -97,7 +94,7 @@ def test_a_gguf_gives_what_its_numbers_say_and_the_tokens_of_its_kind(
     content, key = (tmp_path / "model.gguf").read_bytes(), b"tokenizer.ggml.bos_token_id"
     at = content.index(key) + len(key) + 4  # behind the value's type
 
-    def changed(name: str, content: bytes) -> list[str]:
+    def changed(name, content):
         (tmp_path / f"{name}.gguf").write_bytes(content)
         return [str(tmp_path / f"{name}.gguf"), str(tmp_path / name / "model.ckpt")]
 
@@ -111,7 +108,7 @@ def test_a_gguf_gives_what_its_numbers_say_and_the_tokens_of_its_kind(
 
 
 @torch.no_grad()
-def test_shards_and_another_place_give_the_same_bytes(bpe: Path, tmp_path: Path) -> None:
+def test_shards_and_another_place_give_the_same_bytes(bpe, tmp_path):
     model = make_published(tmp_path / "one", "Qwen3", bpe).bfloat16()
     for name, size in (("one", "1GB"), ("many", "20KB")):
         model.save_pretrained(tmp_path / name, max_shard_size=size)
@@ -141,7 +138,7 @@ print(read_memory("VmHWM") - before)
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["F32", "BF16", "GGUF"])
-def test_the_weights_are_in_memory_once(kind: str, bpe: Path, tmp_path: Path) -> None:
+def test_the_weights_are_in_memory_once(kind, bpe, tmp_path):
     """With whatever is read of the file at a time, at most 1.2 times, counting pages of mapped files."""
     wide = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8, "num_attention_heads": 8}
     make_published(tmp_path / "small", "Llama", bpe)
@@ -161,7 +158,7 @@ def test_the_weights_are_in_memory_once(kind: str, bpe: Path, tmp_path: Path) ->
 
 
 @pytest.fixture(scope="module")
-def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def smollm2(tmp_path_factory):
     """The GGUF that `make smollm2` imports."""
     folder = tmp_path_factory.mktemp("smollm2")
     pinned = re.search("^SMOLLM2 := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
@@ -187,7 +184,7 @@ FIGURES = {
 
 
 @pytest.mark.long
-def test_the_figures_of_adapt_md_are_reproduced(smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_figures_of_adapt_md_are_reproduced(smollm2, tmp_path, monkeypatch):
     """Within 0.02, and 2 points, by the first commands above its table. The model is the one that committed keys count.
 
     The last command, which takes ten minutes, chooses thresholds by slopes: other ones on other machines.

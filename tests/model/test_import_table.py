@@ -38,7 +38,7 @@ PARTIAL = ("Phi3", "StableLm", "GPTNeoX", "Nemotron", "Phi", "Glm", "Glm4")
 LENGTH = 90
 
 
-def make_odd(name: str) -> dict[str, dict[str, Any]]:
+def make_odd(name):
     """Settings that differ from the class's defaults; those that it does not have are left out."""
     biases = ("attention_bias", "attention_out_bias", "mlp_bias", "bias", "qkv_bias", "use_qkv_bias", "use_bias")
     heads = {
@@ -60,7 +60,7 @@ def make_odd(name: str) -> dict[str, dict[str, Any]]:
     }
 
 
-def make_model(folder: Path, name: str, kind: str, bpe: Path) -> None:
+def make_model(folder, name, kind, bpe):
     """A random model; its norms and biases are neither 1 nor 0."""
     config_class = getattr(transformers, f"{name}Config")
     known = {field.name for field in dataclasses.fields(config_class)}
@@ -76,7 +76,7 @@ def make_model(folder: Path, name: str, kind: str, bpe: Path) -> None:
     (folder / "tokenizer.json").write_bytes(bpe.read_bytes())
 
 
-def import_model(folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
+def import_model(folder, capsys):
     """`imported`, `WRONG by ...`, or the reason of the refusal."""
     capsys.readouterr()
     status = main(["import", str(folder / "source"), str(folder / "out" / "model.ckpt")])
@@ -100,9 +100,7 @@ def import_model(folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name in SHORT else pytest.mark.long) for name in CLASSES]
 )
-def test_an_import_is_right_or_refused_as_adapt_md_says(
-    name: str, bpe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_import_is_right_or_refused_as_adapt_md_says(name, bpe, tmp_path, capsys):
     """Within 1e-4 of the logits' spread, on a text longer than every window, context and trained length."""
     found = {}
     for kind in make_odd(name):

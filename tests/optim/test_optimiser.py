@@ -2,7 +2,6 @@
 
 import copy
 import io
-from collections.abc import Mapping
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor
 from lit_lazy.attention import AttentionSpec, Elastic, Fire, LearnedBias, OutputGate
 from lit_lazy.config.schema import ModelConfig, TrainConfig
 from lit_lazy.model.decoder import DecoderLM
-from lit_lazy.optim import SGD, Muon, Optimiser
+from lit_lazy.optim import SGD, Muon
 from lit_lazy.training.parameter_groups import build_optimizer, build_parameter_groups, find_block_matrices, lr_factor
 
 VOCAB, CONTEXT = 11, 8
@@ -19,40 +18,39 @@ MATRICES = {
     *(f"attention.{name}.weight" for name in ("q", "k", "v", "out", "gate.linear")),
     *(f"mlp.{name}.weight" for name in ("gate", "up", "down")),
 }
-TOKENS = torch.randint(VOCAB, (4, CONTEXT), generator=torch.Generator().manual_seed(0))
 GATED = AttentionSpec(Elastic(tau_lr_scale=0.25), LearnedBias(), gate=OutputGate())
 
 
-def small(attention: AttentionSpec = GATED, tied: bool = False) -> DecoderLM:
+def small(attention=GATED, tied=False):
     cfg = ModelConfig(d_model=8, n_layers=2, n_heads=2, d_ff=12, attention=attention, tie_embeddings=tied)
     return DecoderLM(cfg, VOCAB, CONTEXT, seed=0)
 
 
-def recipe(optimiser: Optimiser, **changes: object) -> TrainConfig:
+def recipe(optimiser, **changes):
     return TrainConfig(
         **{"steps": 20, "warmup_steps": 2, "lr": 0.01, "weight_decay": 0.1, "optimiser": optimiser, **changes}
     )
 
 
-def set_gradients(model: DecoderLM, seed: int) -> None:
+def set_gradients(model, seed):
     for i, parameter in enumerate(model.parameters()):
         generator = torch.Generator().manual_seed(1000 * seed + i)
         parameter.grad = torch.randn(parameter.shape, generator=generator) if parameter.requires_grad else None
 
 
-def train(model: DecoderLM, optimiser: torch.optim.Optimizer, steps: range) -> None:
+def train(model, optimiser, steps):
     for step in steps:
         set_gradients(model, step)
         optimiser.step()
 
 
-def equal(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
+def equal(one, other):
     return one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
 
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("attention", [GATED, AttentionSpec(Elastic(), Fire())], ids=["gated", "FIRE"])
-def test_muon_has_the_blocks_matrices_and_adamw_all_else(attention: AttentionSpec, tied: bool) -> None:
+def test_muon_has_the_blocks_matrices_and_adamw_all_else(attention, tied):
     model = small(attention, tied)
     names = {id(p): name for name, p in model.named_parameters()}
     groups = build_optimizer(model, recipe(Muon())).param_groups
@@ -63,7 +61,7 @@ def test_muon_has_the_blocks_matrices_and_adamw_all_else(attention: AttentionSpe
     assert sum(len(g["params"]) for g in groups) == len(names)
 
 
-def test_muon_joined_with_adamw_steps_as_the_two_do_by_themselves() -> None:
+def test_muon_joined_with_adamw_steps_as_the_two_do_by_themselves():
     """Includes the schedule, weight decay and tau's learning rate factor."""
     settings = Muon(momentum=0.8, lr_scale=2.0, eps=1e-6)
     cfg, ours, theirs = recipe(settings), small(), small()
@@ -92,7 +90,7 @@ def test_muon_joined_with_adamw_steps_as_the_two_do_by_themselves() -> None:
 
 
 @pytest.mark.parametrize("optimiser", [Muon(), SGD(), SGD(momentum=0.0)], ids=repr)
-def test_a_saved_state_goes_on_bit_for_bit(optimiser: Optimiser) -> None:
+def test_a_saved_state_goes_on_bit_for_bit(optimiser):
     whole, cut = small(), small()
     train(whole, build_optimizer(whole, recipe(optimiser)), range(6))
     first = build_optimizer(cut, recipe(optimiser))
@@ -106,7 +104,7 @@ def test_a_saved_state_goes_on_bit_for_bit(optimiser: Optimiser) -> None:
     assert equal(again.state_dict(), whole.state_dict())
 
 
-def test_sgd_is_heavy_ball_momentum() -> None:
+def test_sgd_is_heavy_ball_momentum():
     model = small()
     weight = model.blocks[1].mlp.down.weight
     expected, momentum = weight.detach().clone(), torch.zeros_like(weight)
@@ -120,7 +118,7 @@ def test_sgd_is_heavy_ball_momentum() -> None:
 
 
 @pytest.mark.parametrize("optimiser", [Muon(), SGD(), SGD(momentum=0.0)], ids=repr)
-def test_moments_are_what_is_kept(optimiser: Optimiser) -> None:
+def test_moments_are_what_is_kept(optimiser):
     model = small()
     made = build_optimizer(model, recipe(optimiser))
     train(model, made, range(1))

@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 
 from lit_lazy.config.schema import TrainConfig
-from lit_lazy.optim import WSD, Constant, Cosine, Schedule
+from lit_lazy.optim import WSD, Constant, Cosine
 from lit_lazy.training.parameter_groups import lr_factor
 
 
@@ -20,12 +20,12 @@ from lit_lazy.training.parameter_groups import lr_factor
     ],
     ids=repr,
 )
-def test_closed_forms(schedule: Schedule, at: tuple[float, ...], last: float, expected: list[float]) -> None:
+def test_closed_forms(schedule, at, last, expected):
     assert [schedule.factor(u, last) for u in at] == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("schedule", [Cosine(), WSD(), WSD(0.5, "linear")], ids=repr)
-def test_behind_the_warm_up_it_never_rises_and_ends_at_the_fraction(schedule: Schedule) -> None:
+def test_behind_the_warm_up_it_never_rises_and_ends_at_the_fraction(schedule):
     cfg = TrainConfig(steps=100, warmup_steps=10, final_lr_fraction=0.1, schedule=schedule)
     factors = [lr_factor(step, cfg) for step in range(10, 120)]
     assert factors[0] == 1

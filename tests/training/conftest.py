@@ -1,7 +1,5 @@
 """Trainings that are asked more than once: a finished run, and a model from which others start."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from test_run import config
@@ -13,7 +11,7 @@ from lit_lazy.training.run_folder import FINAL_CHECKPOINT
 
 
 @pytest.fixture(scope="package")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def finished(tmp_path_factory):
     """The folder of an undisturbed run of `config()`, with its curves; not to be changed."""
     torch.set_num_threads(1)  # as in every test
     folder = tmp_path_factory.mktemp("finished")
@@ -22,7 +20,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="package")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> str:
+def trained(tmp_path_factory):
     """A final.ckpt of softmax attention, without tau and table."""
     torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("trained")

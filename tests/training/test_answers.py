@@ -1,16 +1,13 @@
 """Runs on data where only some targets count: only these enter training, validation, metrics and arrays."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
 
 from lit_lazy.attention import Elastic
-from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.serialisation import replace_at
 from lit_lazy.config.user_files import load_experiment
-from lit_lazy.data import IGNORED, DataSource
+from lit_lazy.data import IGNORED
 from lit_lazy.measure.diagnostic_arrays import Diagnostics
 from lit_lazy.measure.diagnostics import evaluation_mode
 from lit_lazy.measure.lengths import Lengths, compute_length_metrics, loss_by_position
@@ -22,7 +19,6 @@ from lit_lazy.training.execution import Execution
 from lit_lazy.training.run import run
 from lit_lazy.training.run_folder import DIAGNOSTICS, FINAL_CHECKPOINT
 
-NORMALISER = {"model.attention.normaliser": Elastic(tau_init=0.5)}
 MQAR = {
     "data.vocab_size": 20,
     "data.context_length": 16,
@@ -34,15 +30,6 @@ MQAR = {
     "train.batch_size": 8,
     "train.val_every": 3,
 }
-
-
-def experiment(name: str) -> RunConfig:
-    changes = MQAR if name == "mqar" else {}
-    return replace_at(load_experiment(find("experiments", name)), NORMALISER | changes)
-
-
-def whole(source: DataSource) -> dict[str, torch.Tensor]:
-    return source.validation.__getitems__(list(range(len(source.validation))))
 
 
 class TestMean:
@@ -74,12 +61,13 @@ class TestMean:
 
 
 @pytest.mark.parametrize("name", ["recall_tiny", "distractors_tiny", "mqar"])
-def test_a_run_measures_the_targets_that_count(name: str, tmp_path: Path) -> None:
+def test_a_run_measures_the_targets_that_count(name, tmp_path):
     """With full batches and micro-batches, against explicit sums over the final model's logits."""
-    cfg = experiment(name)
+    changes = {"model.attention.normaliser": Elastic(tau_init=0.5)} | (MQAR if name == "mqar" else {})
+    cfg = replace_at(load_experiment(find("experiments", name)), changes)
     found = run(cfg, tmp_path, logger=MetricFile(tmp_path), keep_checkpoint=True)
     source, model = cfg.data.load(), load(tmp_path / FINAL_CHECKPOINT).model
-    batch = whole(source)
+    batch = source.validation.__getitems__(list(range(len(source.validation))))
     with torch.no_grad():
         logits = model(batch["tokens"])
     counted = batch["targets"] != IGNORED

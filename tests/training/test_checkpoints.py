@@ -3,10 +3,9 @@
 import errno
 import io
 import os
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ from torch import nn
 from lit_lazy.attention import Elastic, LearnedBias
 from lit_lazy.config import checkpoint_file
 from lit_lazy.config.checkpoint_file import read_checkpoint
-from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.serialisation import replace_at, to_dict
 from lit_lazy.config.user_files import load_experiment
 from lit_lazy.support.disk import is_disk_full, write_atomically, write_text
@@ -29,32 +27,30 @@ LAZY = replace_at(
 )
 
 
-def module_of(cfg: RunConfig = LAZY) -> LitLM:
+def module_of(cfg=LAZY):
     return LitLM.create(cfg, 17, 16)
 
 
-def checkpoint(cfg: RunConfig = LAZY, step: int = 3) -> dict[str, object]:
+def checkpoint(cfg=LAZY, step=3):
     """The parts of Lightning's checkpoint that matter here."""
     module = module_of(cfg)
     hyper_parameters = {"config": to_dict(cfg), "vocab_size": 17, "context_length": 16}
     return {"state_dict": module.state_dict(), "hyper_parameters": hyper_parameters, "global_step": step}
 
 
-def save(path: Path, content: dict[str, object]) -> None:
+def save(path, content):
     AtomicCheckpointIO().save_checkpoint(content, path)
 
 
 class TestWriting:
     @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "full"), KeyboardInterrupt()], ids=repr)
-    def test_what_ends_the_writing_is_known_and_the_former_checkpoint_is_left(
-        self, error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_what_ends_the_writing_is_known_and_the_former_checkpoint_is_left(self, error, tmp_path, monkeypatch):
         """Torch's archive turns both into a RuntimeError, and the cell would fail or stop for a wrong reason."""
 
         class Broken(io.BytesIO):
             writes = 0
 
-            def write(self, data: Any) -> int:
+            def write(self, data):
                 self.writes += 1
                 if self.writes == 4:
                     raise error
@@ -63,8 +59,6 @@ class TestWriting:
         path, torch_save = tmp_path / "last.ckpt", torch.save
         save(path, checkpoint())
         former = path.read_bytes()
-        with pytest.raises(RuntimeError, match="unexpected pos"):
-            torch_save(checkpoint(), Broken())
         monkeypatch.setattr(torch, "save", lambda content, _: torch_save(content, Broken()))
         with pytest.raises((RuntimeError, KeyboardInterrupt)) as failed:
             save(path, checkpoint(step=6))
@@ -73,15 +67,15 @@ class TestWriting:
         assert os.listdir(tmp_path) == ["last.ckpt"]
 
     @pytest.mark.parametrize("fails", ["write", "fsync", "replace"])
-    def test_a_file_is_whole_or_the_former(self, fails: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_file_is_whole_or_the_former(self, fails, tmp_path, monkeypatch):
         path = tmp_path / "file"
         write_text(path, "first")
 
-        def fail(*_: object) -> None:
+        def fail(*_):
             assert path.read_text() == "first"
             raise OSError(errno.EIO, "broken")
 
-        def write(file: BinaryIO) -> None:
+        def write(file):
             file.write(b"second")
             file.flush()
             assert path.read_text() == "first"
@@ -97,16 +91,6 @@ class TestWriting:
 
 
 class TestReading:
-    def test_the_model_comes_back_with_its_weights(self, tmp_path: Path) -> None:
-        content = checkpoint()
-        content["state_dict"] = {name: value + 1 for name, value in module_of().state_dict().items()}  # as if trained
-        save(tmp_path / "final.ckpt", content)
-        module = load(tmp_path / "final.ckpt")
-        assert module.cfg == LAZY
-        assert (module.hparams["vocab_size"], module.hparams["context_length"]) == (17, 16)
-        for name, value in module.state_dict().items():
-            assert torch.equal(value, content["state_dict"][name])
-
     @pytest.mark.parametrize(
         "spoilt",
         [
@@ -117,7 +101,7 @@ class TestReading:
         ],
         ids=str,
     )
-    def test_what_is_not_ours(self, spoilt: dict[str, object], tmp_path: Path) -> None:
+    def test_what_is_not_ours(self, spoilt, tmp_path):
         content = {name: value for name, value in (checkpoint() | spoilt).items() if value is not None}
         torch.save(content, tmp_path / "last.ckpt")
         with pytest.raises(ValueError, match="was not made by this project"):
@@ -126,9 +110,7 @@ class TestReading:
         assert (tmp_path / "last.ckpt.damaged").exists()
 
     @pytest.mark.parametrize("kind", ["items", "text", "itself", "elements"])
-    def test_what_stands_for_more_than_the_file_holds_is_refused(
-        self, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_what_stands_for_more_than_the_file_holds_is_refused(self, kind, tmp_path, monkeypatch):
         """References to one object cost a file nothing; a message about them, or a check of them, would never end."""
         if kind in ("items", "itself"):  # counting as far as the usual limit takes seconds
             monkeypatch.setattr(checkpoint_file, "MOST_ITEMS", 10**5)
@@ -147,11 +129,10 @@ class TestReading:
         with pytest.raises(ValueError, match=r"stands for more than the file holds|was not made by this project"):
             read_checkpoint(tmp_path / "last.ckpt")
 
-    def test_every_byte_of_a_weight_is_checked(self, tmp_path: Path) -> None:
+    def test_every_byte_of_a_weight_is_checked(self, tmp_path):
         """torch itself loads a weight with a flipped bit."""
-        path, name = tmp_path / "final.ckpt", "model.blocks.0.mlp.up.weight"
-        content = checkpoint()
-        weight = content["state_dict"][name]
+        path, content = tmp_path / "final.ckpt", checkpoint()
+        weight = content["state_dict"]["model.blocks.0.mlp.up.weight"]
         save(path, content)
         whole = path.read_bytes()
         start = whole.index(weight.numpy().tobytes())
@@ -159,12 +140,11 @@ class TestReading:
             flipped = bytearray(whole)
             flipped[at] ^= 16
             path.write_bytes(flipped)
-            assert not torch.equal(torch.load(path, weights_only=True)["state_dict"][name], weight)
             with pytest.raises(ValueError, match="bad checksum"):
                 read_checkpoint(path)
 
 
-def other_architecture() -> dict[str, object]:
+def other_architecture():
     """Of the same config with changed code."""
     module = module_of()
     module.model.blocks[0].mlp.down = nn.Linear(32, 8, bias=False)
@@ -180,9 +160,7 @@ def other_architecture() -> dict[str, object]:
         (other_architecture, None, "mlp.down.weight is (8, 32), should be (16, 32)"),
     ],
 )
-def test_a_run_resumes_from_a_whole_checkpoint_of_its_own(
-    content: Callable[[], dict[str, object]], size: int | None, said: str | None, tmp_path: Path, caplog
-) -> None:
+def test_a_run_resumes_from_a_whole_checkpoint_of_its_own(content, size, said, tmp_path, caplog):
     path = tmp_path / "last.ckpt"
     assert find_resume_step(path, LAZY, module_of()) == 0
     save(path, content())
@@ -194,11 +172,11 @@ def test_a_run_resumes_from_a_whole_checkpoint_of_its_own(
     assert [said in record.getMessage() for record in caplog.records] == ([True] if said else [])
 
 
-def test_a_checkpoint_of_an_earlier_version_loads_and_resumes(tmp_path: Path) -> None:
+def test_a_checkpoint_of_an_earlier_version_loads_and_resumes(tmp_path):
     """Its missing, newer fields have their defaults."""
     path = tmp_path / "last.ckpt"
     content = checkpoint()
-    del content["hyper_parameters"]["config"]["model"]["embedding_init_std"]  # type: ignore[index]
+    del content["hyper_parameters"]["config"]["model"]["embedding_init_std"]
     save(path, content)
     assert load(path).cfg == LAZY
     assert find_resume_step(path, LAZY, module_of()) == 3

@@ -1,7 +1,6 @@
 """Distillation from the model before the swap: its formulas, its memory, and a teacher that stays as it was."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -9,12 +8,10 @@ from layers import LargestTensor
 from test_run import LAZY, assert_resumes, config
 from torch import Tensor
 
-from lit_lazy.attention import AttentionSpec
-from lit_lazy.config.schema import RunConfig
 from lit_lazy.data import IGNORED
 from lit_lazy.model import loss
 from lit_lazy.model.loss import average_logits
-from lit_lazy.optim import AttentionOutputs, Distillation, Logits
+from lit_lazy.optim import AttentionOutputs, Logits
 from lit_lazy.optim.optimisers_schedules_distillation import Passes
 from lit_lazy.training.callbacks_and_loggers import METRICS, MetricFile, read_lines
 from lit_lazy.training.check_before_run import prepare
@@ -26,12 +23,12 @@ TERMS = [Logits(weight=0.5, temperature=2.0), AttentionOutputs(weight=0.3)]
 KIND = {"ids": lambda term: type(term).__name__}
 
 
-def distilling(trained: str, term: Distillation, attention: AttentionSpec = LAZY, **train: object) -> RunConfig:
+def distilling(trained, term, attention=LAZY, **train):
     return replace(config(attention, distillation=term, **train), init_from=trained)
 
 
 @pytest.mark.parametrize("at_once", [2**26, 2 * 30 * 7])
-def test_the_divergence_of_the_logits_in_blocks_and_whole(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_divergence_of_the_logits_in_blocks_and_whole(at_once, monkeypatch):
     """Value and gradients against the plain formula in float64; ignored targets do not count.
 
     The largest tensor is a block of one model's logits.
@@ -56,7 +53,7 @@ def test_the_divergence_of_the_logits_in_blocks_and_whole(at_once: int, monkeypa
         torch.testing.assert_close(mine, plain, rtol=1e-4, atol=1e-6)
 
 
-def test_the_error_of_the_attention_outputs(trained: str) -> None:
+def test_the_error_of_the_attention_outputs(trained):
     """Against a loop over layers and sequences of what each layer adds."""
     cfg = distilling(trained, AttentionOutputs())
     module = build_module(cfg, prepare(cfg), ONE_DEVICE)
@@ -78,9 +75,7 @@ def test_the_error_of_the_attention_outputs(trained: str) -> None:
 
 
 @pytest.mark.parametrize("term", TERMS, **KIND)
-def test_it_pulls_towards_the_teacher_which_stays_and_is_in_no_checkpoint(
-    trained: str, tmp_path: Path, term: Distillation
-) -> None:
+def test_it_pulls_towards_the_teacher_which_stays_and_is_in_no_checkpoint(trained, tmp_path, term):
     """The term ends lower than in a training that hardly has it, and is logged beside the plain loss."""
     terms, losses = {}, {}
     for weight in (1e-6, 20.0):
@@ -106,7 +101,7 @@ def test_it_pulls_towards_the_teacher_which_stays_and_is_in_no_checkpoint(
 
 
 @pytest.mark.parametrize("term", [pytest.param(TERMS[0], marks=pytest.mark.long), TERMS[1]], **KIND)
-def test_a_killed_run_resumes_bit_for_bit(trained: str, tmp_path: Path, term: Distillation) -> None:
+def test_a_killed_run_resumes_bit_for_bit(trained, tmp_path, term):
     assert_resumes(distilling(trained, term), tmp_path, 11)
 
 
@@ -120,9 +115,7 @@ def test_a_killed_run_resumes_bit_for_bit(trained: str, tmp_path: Path, term: Di
     ],
     ids=str,
 )
-def test_execution_changes_no_more_than_rounding(
-    trained: str, tmp_path: Path, term: Distillation, execution: Execution
-) -> None:
+def test_execution_changes_no_more_than_rounding(trained, tmp_path, term, execution):
     cfg = distilling(trained, term, steps=4)
     ends = []
     for number, chosen in enumerate((ONE_DEVICE, execution)):
@@ -132,7 +125,7 @@ def test_execution_changes_no_more_than_rounding(
         torch.testing.assert_close(ends[1][name], value, rtol=1e-3, atol=1e-5)
 
 
-def test_its_cost_is_a_second_model_and_a_forward_pass(trained: str) -> None:
+def test_its_cost_is_a_second_model_and_a_forward_pass(trained):
     cfg = distilling(trained, Logits())
     outline = prepare(cfg).outline
     with_teacher, alone = (

@@ -5,18 +5,15 @@ import runpy
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback
 from test_run import EVERYTHING, RAMP, At, assert_same_run, config, logged, weights
 
 from lit_lazy.attention import AttentionSpec
 from lit_lazy.config.key import list_user_files
-from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.serialisation import replace_at
 from lit_lazy.training import ranks
 from lit_lazy.training.callbacks_and_loggers import MetricFile
@@ -33,12 +30,12 @@ SPREAD = Execution(devices=2, strategy="fsdp")
 pytestmark = pytest.mark.usefixtures("forked_ranks")
 
 
-def train(folder: Path, execution: Execution, *callbacks: Callback, cfg: RunConfig | None = None) -> RunResult:
+def train(folder, execution, *callbacks, cfg=None):
     options = {"keep_checkpoint": True, "execution": execution, "callbacks": callbacks}
-    return run(cfg or config(), folder, logger=MetricFile(folder), **options)  # type: ignore[arg-type]
+    return run(cfg or config(), folder, logger=MetricFile(folder), **options)
 
 
-def interrupt() -> None:
+def interrupt():
     raise KeyboardInterrupt
 
 
@@ -51,7 +48,7 @@ def interrupt() -> None:
     ],
     ids=["default", "other recipe", "ramped"],
 )
-def test_two_processes_are_one_that_accumulates_bit_for_bit(tmp_path: Path, cfg: RunConfig) -> None:
+def test_two_processes_are_one_that_accumulates_bit_for_bit(tmp_path, cfg):
     """In weights, logged values and final metrics; both divide a step's batch into the same two parts."""
     one, two = train(tmp_path / "one", HALVES, cfg=cfg), train(tmp_path / "two", TWO, cfg=cfg)
     assert replace(one, timings={}, execution={}) == replace(two, timings={}, execution={})
@@ -63,13 +60,13 @@ def test_two_processes_are_one_that_accumulates_bit_for_bit(tmp_path: Path, cfg:
     assert names[0] == names[1]
 
 
-def test_two_processes_that_were_stopped_or_lost_a_rank_resume_to_the_same_bits(tmp_path: Path) -> None:
+def test_two_processes_that_were_stopped_or_lost_a_rank_resume_to_the_same_bits(tmp_path):
     train(tmp_path / "undisturbed", TWO)
     with pytest.raises(KeyboardInterrupt):
         train(tmp_path / "ended", TWO, At(11, interrupt))
     known = others_of(os.getpid())
 
-    def kill() -> None:
+    def kill():
         (other,) = others_of(os.getpid()) - known
         os.kill(other, signal.SIGKILL)
 
@@ -81,14 +78,14 @@ def test_two_processes_that_were_stopped_or_lost_a_rank_resume_to_the_same_bits(
     assert logged(tmp_path / "undisturbed") == logged(tmp_path / "ended")
 
 
-def assert_close(plain: RunResult, other: RunResult) -> None:
+def assert_close(plain, other):
     assert plain.key == other.key
     for name, value in plain.metrics.items():
         assert other.metrics[name] == pytest.approx(value, rel=2e-4, abs=2e-6), name
 
 
 @pytest.mark.parametrize("execution", [HALVES, Execution(checkpoint_activations=True)], ids=["micro", "checkpointed"])
-def test_no_more_than_rounding_changes(finished: Path, tmp_path: Path, execution: Execution) -> None:
+def test_no_more_than_rounding_changes(finished, tmp_path, execution):
     assert_close(RunResult.read(finished), train(tmp_path, execution))
     curve = {step: value for (name, step), value in logged(tmp_path).items() if name == "train/grad_norm"}
     assert sorted(curve) == [4, 9, 14, 19]
@@ -96,7 +93,7 @@ def test_no_more_than_rounding_changes(finished: Path, tmp_path: Path, execution
 
 
 @pytest.fixture
-def _real(monkeypatch: pytest.MonkeyPatch, forked_ranks: None) -> None:  # noqa: ARG001 (overrides it)
+def _real(monkeypatch, forked_ranks):  # noqa: ARG001 (overrides it)
     """Start the other ranks as new processes: a fork would inherit torch's state of rank 0's shards."""
     monkeypatch.setattr(ranks, "subprocess", subprocess)
     monkeypatch.setattr("lit_lazy.training.run.list_user_files", list_user_files)
@@ -104,7 +101,7 @@ def _real(monkeypatch: pytest.MonkeyPatch, forked_ranks: None) -> None:  # noqa:
 
 @pytest.mark.long
 @pytest.mark.usefixtures("_real")
-def test_a_model_that_is_spread_stops_and_resumes_as_it_is_or_taken_over(finished: Path, tmp_path: Path) -> None:
+def test_a_model_that_is_spread_stops_and_resumes_as_it_is_or_taken_over(finished, tmp_path):
     """With 17 tokens and 2 heads, rows do not divide evenly over two processes. The result is an ordinary model."""
     assert_close(RunResult.read(finished), train(tmp_path / "undisturbed", SPREAD))
     for name, then in (("stopped", SPREAD), ("taken over", TWO), ("taken over by one", Execution())):
@@ -117,20 +114,20 @@ def test_a_model_that_is_spread_stops_and_resumes_as_it_is_or_taken_over(finishe
             torch.testing.assert_close(weights(folder)[key], value, rtol=1e-3, atol=1e-5)
 
 
-def others_of(pid: int) -> set[int]:
+def others_of(pid):
     """Child processes of a process."""
     return {int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()}
 
 
 @pytest.fixture
-def none_left() -> Iterator[None]:
+def none_left():
     before = others_of(os.getpid())
     yield
     assert others_of(os.getpid()) <= before
 
 
 @pytest.mark.usefixtures("none_left")
-def test_what_the_other_ranks_say_of_one_that_died_is_no_error_of_the_run(tmp_path: Path) -> None:
+def test_what_the_other_ranks_say_of_one_that_died_is_no_error_of_the_run(tmp_path):
     """The other ranks raise in the same collective as rank 0."""
     known = others_of(os.getpid())
     kill = At(5, lambda: os.kill(min(others_of(os.getpid()) - known), signal.SIGKILL))
@@ -147,12 +144,10 @@ def test_what_the_other_ranks_say_of_one_that_died_is_no_error_of_the_run(tmp_pa
         (1, DivergedError, "training loss is nan at step 4"),
     ],
 )
-def test_what_goes_wrong_on_one_rank_ends_all(
-    rank: int, error: type[Exception], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_goes_wrong_on_one_rank_ends_all(rank, error, message, tmp_path, monkeypatch):
     own, step = os.getpid(), LitLM.training_step
 
-    def go_wrong(self: LitLM, batch: dict[str, torch.Tensor], index: int) -> torch.Tensor:
+    def go_wrong(self, batch, index):
         loss = step(self, batch, index)
         if (os.getpid() != own) == bool(rank) and self.global_step == 4:
             if error is RankFailedError:
@@ -167,10 +162,10 @@ def test_what_goes_wrong_on_one_rank_ends_all(
 
 
 @pytest.mark.usefixtures("none_left")
-def test_a_rank_that_cannot_begin_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_cannot_begin_is_reported(tmp_path, monkeypatch):
     from lit_lazy.training import trainer
 
-    def unreadable(_config: object) -> None:
+    def unreadable(_config):
         raise ValueError("data.path='gone': cannot be read")
 
     monkeypatch.setattr(trainer, "load_data", unreadable)
@@ -179,7 +174,7 @@ def test_a_rank_that_cannot_begin_is_reported(tmp_path: Path, monkeypatch: pytes
         train(tmp_path, TWO)
 
 
-def test_the_untrained_model_is_evaluated_once(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_untrained_model_is_evaluated_once(finished, tmp_path, monkeypatch):
     from lit_lazy.training import run as module
 
     evaluations = []
@@ -198,13 +193,13 @@ def test_the_untrained_model_is_evaluated_once(finished: Path, tmp_path: Path, m
 
 
 @pytest.mark.long
-def test_a_compiled_run_ends_where_the_plain_one_does(finished: Path, tmp_path: Path) -> None:
+def test_a_compiled_run_ends_where_the_plain_one_does(finished, tmp_path):
     compiled = train(tmp_path, Execution(compile=True))
     for name, value in RunResult.read(finished).metrics.items():
         assert compiled.metrics[name] == pytest.approx(value, rel=2e-3, abs=2e-5), name
 
 
-def test_a_run_may_resume_in_other_parts_after_every_step(tmp_path: Path) -> None:
+def test_a_run_may_resume_in_other_parts_after_every_step(tmp_path):
     """Each of four executions follows each other one. Of a step's 8 sequences, a device's parts have 8, 4, 2 and 2."""
     executions = Execution(), HALVES, Execution(micro_batch=2), Execution(devices=2, micro_batch=2)
     cfg = config(checkpoint_every=1, log_every=1)
@@ -217,14 +212,14 @@ def test_a_run_may_resume_in_other_parts_after_every_step(tmp_path: Path) -> Non
     assert logged(tmp_path / "parts") == {point: pytest.approx(curves[point], rel=2e-4, abs=2e-5) for point in curves}
 
 
-def test_a_step_that_a_kill_cuts_off_is_repeated(tmp_path: Path) -> None:
+def test_a_step_that_a_kill_cuts_off_is_repeated(tmp_path):
     """In the step after it resumes, Lightning writes a checkpoint before the last part."""
     train(tmp_path / "undisturbed", HALVES)
     with pytest.raises(KeyboardInterrupt):
         train(tmp_path / "cut", HALVES, At(11, interrupt))
     left = [None]
 
-    def end_at_the_second_part() -> None:
+    def end_at_the_second_part():
         left.pop()
         at.done = False
 

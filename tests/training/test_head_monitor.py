@@ -1,13 +1,10 @@
 """Metrics logged during training: their steps, their values, and that they do not affect the training."""
 
-from pathlib import Path
-
 import pytest
 import test_run
 import torch
 
 from lit_lazy.attention import AttentionSpec, Elastic, LearnedBias, SSMax
-from lit_lazy.config.schema import RunConfig
 from lit_lazy.measure.diagnostic_arrays import Diagnostics
 from lit_lazy.training.callbacks_and_loggers import METRICS, MetricFile, read_lines
 from lit_lazy.training.head_monitor import measure_batch
@@ -18,11 +15,11 @@ from lit_lazy.training.run_folder import DIAGNOSTICS
 HEADS = ("watch/first_key_weight", "watch/mass", "watch/cosine", "watch/effective_rank")
 
 
-def config(attention: AttentionSpec) -> RunConfig:
+def config(attention):
     return test_run.config(attention, val_every=8, checkpoint_every=5)
 
 
-def logged(folder: Path) -> dict[str, dict[int, float]]:
+def logged(folder):
     """The `watch/` metrics of a run by name and step. Fails if a value is logged twice."""
     found: dict[str, dict[int, float]] = {}
     for line in read_lines(folder / METRICS):
@@ -38,7 +35,7 @@ def logged(folder: Path) -> dict[str, dict[int, float]]:
     [(AttentionSpec(Elastic(), LearnedBias()), "tau"), (AttentionSpec(SSMax()), "learned/s"), (AttentionSpec(), None)],
     ids=["elastic", "ssmax", "softmax"],
 )
-def test_steps_and_figures(tmp_path: Path, attention: AttentionSpec, learned: str | None) -> None:
+def test_steps_and_figures(tmp_path, attention, learned):
     cfg = config(attention)
     result = run(cfg, tmp_path, logger=MetricFile(tmp_path), keep_checkpoint=True)
     found = logged(tmp_path)
@@ -68,7 +65,7 @@ def test_steps_and_figures(tmp_path: Path, attention: AttentionSpec, learned: st
 
 
 @pytest.mark.parametrize("tau", [0.7, 1.4])
-def test_figures_are_those_of_the_model(tau: float) -> None:
+def test_figures_are_those_of_the_model(tau):
     """First-key weight and mass, of layers and quarters, against weights from the layers' queries and keys."""
     cfg = config(AttentionSpec(Elastic(tau_init=tau), LearnedBias(init_std=1.0)))
     source = cfg.data.load()
@@ -80,10 +77,9 @@ def test_figures_are_those_of_the_model(tau: float) -> None:
     def write_out(normaliser, inputs):
         weights.append(normaliser.compute_weights(inputs[0]))
 
-    hooks = [layer.normaliser.register_forward_pre_hook(write_out) for layer in model.attentions]
+    for layer in model.attentions:
+        layer.normaliser.register_forward_pre_hook(write_out)
     found = measure_batch(model, tokens)
-    for hook in hooks:
-        hook.remove()
     mass = torch.stack([layer.mass for layer in weights])
     first = torch.stack([layer.w[..., 0] for layer in weights])[..., 7:]
     expected = {
@@ -104,7 +100,7 @@ def test_figures_are_those_of_the_model(tau: float) -> None:
     assert not model.blocks[-1]._forward_hooks
 
 
-def test_watching_changes_nothing(finished: Path, tmp_path: Path) -> None:
+def test_watching_changes_nothing(finished, tmp_path):
     """The weights equal those of a run without a logger, which watches nothing."""
     run(test_run.config(), tmp_path, keep_checkpoint=True)
     test_run.assert_same_run(finished, tmp_path)

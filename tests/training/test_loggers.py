@@ -5,7 +5,6 @@ import io
 import json
 import math
 import re
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -22,20 +21,20 @@ from lit_lazy.training.trainer import build_module, fit
 CONFIG = {"seed": 3, "model": {"position": {"class": "Rope", "base": 500.0}}}
 
 
-def of_csv(folder: Path) -> list[tuple[tuple[str, int], float]]:
+def of_csv(folder):
     with (folder / "csv" / "metrics.csv").open() as file:
         rows = list(csv.DictReader(file))
     return [((n, int(row["step"])), float(x)) for row in rows for n, x in row.items() if n != "step" and x]
 
 
-def of_tensorboard(folder: Path) -> list[tuple[tuple[str, int], float]]:
+def of_tensorboard(folder):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(folder / "tensorboard"), size_guidance={"scalars": 0}).Reload()
     return [((name, e.step), e.value) for name in events.Tags()["scalars"] for e in events.Scalars(name)]
 
 
-def train(folder: Path, kinds: tuple[str, ...], steps: range) -> None:
+def train(folder, kinds, steps):
     """Log metrics from a step on, like Lightning, and end the run."""
     with open_loggers(kinds, folder, "train-x", "x seed 3", CONFIG) as others:
         logger = MetricFile(folder, others)
@@ -48,7 +47,7 @@ def train(folder: Path, kinds: tuple[str, ...], steps: range) -> None:
 
 
 @pytest.mark.parametrize(("kind", "read"), [("csv", of_csv), ("tensorboard", of_tensorboard)])
-def test_a_resumed_run_is_logged_once_and_whole(kind: str, read, tmp_path: Path) -> None:
+def test_a_resumed_run_is_logged_once_and_whole(kind, read, tmp_path):
     """Interrupted at step 5, resumed at 3; one run had the logger from the start, one only after resuming."""
     for folder, first in ((tmp_path / "always", (kind,)), (tmp_path / "later", ())):
         with pytest.raises(KeyboardInterrupt):
@@ -61,21 +60,14 @@ def test_a_resumed_run_is_logged_once_and_whole(kind: str, read, tmp_path: Path)
         assert "model.position.base: 500.0" in (folder / kind / "hparams.yaml").read_text()
 
 
-COMMANDS = {
-    "table2-backcopy_tiny": ["ablate", "run", "table2", "--rows", "lazy", "--seeds", "0", "--brief"],
-    "search-lazy_search-backcopy_tiny": ["ablate", "search", "lazy_search", "--trials", "1"],
-}
-"""Commands with one cell each, by folder in the runs folder."""
-
-
 @pytest.mark.long
 @pytest.mark.usefixtures("_cheap_grids")
-@pytest.mark.parametrize("grid", COMMANDS)
-def test_each_cell_of_a_grid_is_logged_below_its_run_folder(grid: str, runs: Path) -> None:
+def test_a_cell_is_logged_below_its_run_folder(runs):
+    """Of a search, as of a grid."""
     kinds = ["--logger", "csv", "--logger", "tensorboard"]
     where = ["--base", "backcopy_tiny", "--runs", str(runs), "--workers", "1"]
-    assert main([*COMMANDS[grid], *where, *kinds]) == 0
-    (cell,) = (runs / grid / "cells").iterdir()
+    assert main(["ablate", "search", "lazy_search", "--trials", "1", *where, *kinds]) == 0
+    (cell,) = (runs / "search-lazy_search-backcopy_tiny" / "cells").iterdir()
     result = json.loads((cell / "result.json").read_text())
     last = result["config"]["train"]["steps"]
     points = logged(cell) | {(name, last): value for name, value in result["metrics"].items()}
@@ -85,25 +77,25 @@ def test_each_cell_of_a_grid_is_logged_below_its_run_folder(grid: str, runs: Pat
         assert dict(found) == pytest.approx(points)
 
 
-def test_wandb_resumes_the_run_of_the_folder_and_is_told_its_end(tmp_path, monkeypatch) -> None:
+def test_wandb_resumes_the_run_of_the_folder_and_is_told_its_end(tmp_path, monkeypatch):
     made = []
 
     class Recorded(DummyLogger):
         """Stands in for the Weights and Biases logger, whose package tests do not install."""
 
-        def __init__(self, **given: object) -> None:
+        def __init__(self, **given):
             super().__init__()
             self.given, self.heard = given, []
             self._experiment = SimpleNamespace(finish=lambda: self.heard.append("finish"))
             made.append(self)
 
-        def log_hyperparams(self, params: object) -> None:
+        def log_hyperparams(self, params):
             self.heard.append(params)
 
-        def log_metrics(self, metrics: object, step: int | None = None) -> None:
+        def log_metrics(self, metrics, step=None):
             self.heard.append((step, metrics))
 
-        def finalize(self, status: str) -> None:
+        def finalize(self, status):
             self.heard.append(status)
 
     monkeypatch.setattr(callbacks_and_loggers, "WandbLogger", Recorded)
@@ -121,8 +113,8 @@ def test_wandb_resumes_the_run_of_the_folder_and_is_told_its_end(tmp_path, monke
     assert [step for step, _ in second.heard[1:-2]] == [6, 6, 7]
 
 
-def test_a_logger_that_cannot_start_is_named(monkeypatch, tmp_path) -> None:
-    def refuse(**_: object) -> None:
+def test_a_logger_that_cannot_start_is_named(monkeypatch, tmp_path):
+    def refuse(**_):
         raise RuntimeError("no API key\nconfigured")
 
     monkeypatch.setattr(callbacks_and_loggers, "WandbLogger", refuse)
@@ -134,7 +126,7 @@ def test_a_logger_that_cannot_start_is_named(monkeypatch, tmp_path) -> None:
 LINE = re.compile(r"step (\d+) of 12, ([\d,]+) tokens/s, (\d+:\d\d) left(?:, loss (\d\.\d+))?")
 
 
-def shown(folder: Path, terminal: bool, notebook: bool = False) -> str:
+def shown(folder, terminal, notebook=False):
     """Output of a training of 12 steps with two micro-batches each, which logs its loss at steps 5 and 10."""
     file = io.StringIO()
     cfg, halves = config(steps=12), Execution(micro_batch=4)
@@ -144,7 +136,7 @@ def shown(folder: Path, terminal: bool, notebook: bool = False) -> str:
     return file.getvalue()
 
 
-def test_a_log_gets_a_line_now_and_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_log_gets_a_line_now_and_then(tmp_path, monkeypatch):
     """And none of a training that is soon over."""
     assert shown(tmp_path / "short", terminal=False) == ""
     monkeypatch.setattr(callbacks_and_loggers, "PLAIN_EVERY_SECONDS", 0.0)
@@ -154,14 +146,14 @@ def test_a_log_gets_a_line_now_and_then(tmp_path: Path, monkeypatch: pytest.Monk
     assert found[-1][3] == "0:00"
 
 
-def test_a_terminal_gets_a_bar(tmp_path: Path) -> None:
+def test_a_terminal_gets_a_bar(tmp_path):
     screen = shown(tmp_path, terminal=True)
     assert LINE.search(screen)
     assert "━" in screen
     assert "Epoch" not in screen
 
 
-def test_a_notebook_gets_a_line_that_changes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_notebook_gets_a_line_that_changes(tmp_path, capsys):
     """The last step is shown however soon it comes."""
     assert shown(tmp_path, terminal=False, notebook=True) == ""
     *_, last = capsys.readouterr().out.split("\r")
@@ -175,9 +167,7 @@ def test_a_notebook_gets_a_line_that_changes(tmp_path: Path, capsys: pytest.Capt
     ("steps", "first", "step", "seconds", "expected"),
     [(12, 0, 3, 6.0, "64 tokens/s, 0:18 left"), (1200, 400, 600, 10.0, "2,560 tokens/s, 0:30 left")],
 )
-def test_speed_and_rest_are_of_the_steps_since_it_began(
-    steps: int, first: int, step: int, seconds: float, expected: str
-) -> None:
+def test_speed_and_rest_are_of_the_steps_since_it_began(steps, first, step, seconds, expected):
     """With 128 tokens per step."""
     cfg, trainer = config(steps=steps), SimpleNamespace(global_step=step, callback_metrics={})
     watched = StepProgress()

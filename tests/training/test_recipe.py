@@ -1,8 +1,6 @@
 """Parameter groups, schedule, loss and what goes beyond the default recipe, also in resumed and distributed runs."""
 
 import math
-from collections.abc import Sequence
-from pathlib import Path
 
 import lightning as L
 import pytest
@@ -35,15 +33,13 @@ from lit_lazy.training.run_folder import FINAL_CHECKPOINT
 from lit_lazy.training.trainer import build_module, fit
 
 
-def trained(
-    cfg: RunConfig, folder: Path, execution: Execution = ONE_DEVICE, callbacks: Sequence[Callback] = ()
-) -> dict[str, torch.Tensor]:
+def trained(cfg, folder, execution=ONE_DEVICE, callbacks=()):
     """Final weights of a training without evaluation. Its curves are in the folder."""
     source = cfg.data.load()
     return fit(build_module(cfg, source, execution), source, folder, MetricFile(folder), callbacks).state_dict()
 
 
-def test_each_choice_changes_the_training(tmp_path: Path) -> None:
+def test_each_choice_changes_the_training(tmp_path):
     choices = [("seed", 0), ("train.optimiser", SGD()), ("train.schedule", Constant()), *EVERYTHING.items()]
     ends = [
         trained(replace_at(config(steps=6), dict([choice])), tmp_path / str(i))["model.head.weight"]
@@ -53,7 +49,7 @@ def test_each_choice_changes_the_training(tmp_path: Path) -> None:
         assert all(not torch.equal(one, other) for other in ends[:i]), choices[i]
 
 
-def test_the_average_of_the_weights_is_what_is_validated_kept_and_evaluated(finished: Path, tmp_path: Path) -> None:
+def test_the_average_of_the_weights_is_what_is_validated_kept_and_evaluated(finished, tmp_path):
     """The trained weights equal those of a run without average; their average, recomputed here, is the result."""
     cfg = replace_at(config(LAZY), {"train.ema_decay": 0.9})
     steps = Weights()
@@ -75,25 +71,23 @@ def test_the_average_of_the_weights_is_what_is_validated_kept_and_evaluated(fini
         assert evaluate(module.model, source, "fp32", 8)["loss/val"] == pytest.approx(logged, rel=1e-5)
 
 
-def lines(folder: Path) -> list:
+def lines(folder):
     return read_lines(folder / METRICS)
 
 
 class Weights(Callback):
     """Records a module's state after each step."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.seen: list[dict[str, torch.Tensor]] = []
 
-    def on_train_batch_end(self, _trainer: L.Trainer, module: L.LightningModule, *_: object) -> None:
+    def on_train_batch_end(self, _trainer, module, *_):
         self.seen.append({name: value.detach().clone() for name, value in module.state_dict().items()})
 
 
 @pytest.mark.parametrize("at_once", [2**26, 30 * 7])
 @pytest.mark.parametrize("with_z", [False, True])
-def test_the_loss_and_log_z_in_blocks_of_tokens_equal_those_of_all_logits(
-    at_once: int, with_z: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_loss_and_log_z_in_blocks_of_tokens_equal_those_of_all_logits(at_once, with_z, monkeypatch):
     """Values and gradients against the plain formulas; ignored targets do not count.
 
     In blocks, no pass holds all logits.
@@ -123,7 +117,7 @@ def test_the_loss_and_log_z_in_blocks_of_tokens_equal_those_of_all_logits(
         torch.testing.assert_close(mine, plain, rtol=1e-4, atol=1e-3 if with_z else 1e-6)
 
 
-def test_z_loss_pulls_the_normaliser_to_one_and_leaves_the_logged_loss_a_cross_entropy(tmp_path: Path) -> None:
+def test_z_loss_pulls_the_normaliser_to_one_and_leaves_the_logged_loss_a_cross_entropy(tmp_path):
     losses, log_zs = [], []
     for factor in (0.0, 1.0):
         cfg = config(z_loss=factor, log_every=1, steps=12, lr=1e-2)
@@ -138,7 +132,7 @@ def test_z_loss_pulls_the_normaliser_to_one_and_leaves_the_logged_loss_a_cross_e
     assert log_zs[1] < 0.9 * log_zs[0]
 
 
-def test_micro_batches_drop_what_the_whole_batch_does(tmp_path: Path) -> None:
+def test_micro_batches_drop_what_the_whole_batch_does(tmp_path):
     cfg = replace_at(config(LAZY, steps=6), {"model.residual_dropout": 0.3})
     whole, parts = (trained(cfg, tmp_path / str(e.micro_batch), e) for e in (ONE_DEVICE, Execution(micro_batch=2)))
     for name, value in whole.items():

@@ -1,7 +1,5 @@
 """What a training cannot do is one line, by the command, before anything is created."""
 
-from pathlib import Path
-
 import pytest
 from mistakes import expect_refusal
 
@@ -12,13 +10,11 @@ TAU, DISTIL = "--model.attention.normaliser=Elastic", "--train.distillation=Logi
 REFUSED = [
     (
         [TAU, "--train.trainable=[*.tau,blocks.*.attention.normalizer.tau]", "--init-from"],
-        "train.trainable='blocks.*.attention.normalizer.tau': matches no parameter (did you mean "
-        "blocks.*.attention.normaliser.tau?); there are blocks.*.attention.k.weight, blocks.*.",
+        "normalizer.tau': matches no parameter (did you mean blocks.*.attention.normaliser.tau?); there are blocks.*.",
     ),
     (
         [TAU, "--train.trainable=[*.q.weight]", "--init-from"],
-        "train.trainable=('*.q.weight',): leaves blocks.0.attention.normaliser.tau, "
-        "blocks.1.attention.normaliser.tau at their first values; add a pattern that trains them, or an init_from",
+        "leaves blocks.0.attention.normaliser.tau, blocks.1.attention.normaliser.tau at their first values; add",
     ),
     ([DISTIL], "train.distillation='Logits': needs a teacher: the model of init_from"),
     (["--train.distillation=AttentionOutputs", "--model.n_layers=1", "--init-from"], "has 2 layers; give a teacher"),
@@ -32,9 +28,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("given", "message"), REFUSED)
 @pytest.mark.usefixtures("place")
-def test_a_training_that_cannot_be_is_one_line(
-    given: list[str], message: str, trained: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_training_that_cannot_be_is_one_line(given, message, trained, capsys, monkeypatch):
     """Of a training and of its dry run."""
     monkeypatch.setattr(execution, "count_cores", lambda: 3)
     options = [f"{option}={trained}" if option == "--init-from" else option for option in given]
@@ -54,9 +48,7 @@ def test_a_training_that_cannot_be_is_one_line(
     ids=" ".join,
 )
 @pytest.mark.usefixtures("place")
-def test_weights_that_cannot_be_had_are_one_line(
-    command: list[str], trained: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_weights_that_cannot_be_had_are_one_line(command, trained, tmp_path, capsys):
     (tmp_path / "text.ckpt").write_text("no weights\n")
     given = dict.fromkeys((f"{tmp_path}/none.ckpt", f"{tmp_path}/text.ckpt"), "give a final.ckpt")
     for path, fix in (given | {trained: "none of its weights matches the model by name and shape; omit it"}).items():

@@ -6,12 +6,9 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from unittest.mock import Mock
 
-import lightning as L
 import numpy as np
 import pytest
 import torch
@@ -19,20 +16,9 @@ from filelock import FileLock
 from lightning.pytorch.callbacks import Callback
 
 from flash_lazy.cpu.library import find_obstacle
-from lit_lazy.attention import (
-    Attention,
-    AttentionSpec,
-    Elastic,
-    GatedDeltaNet,
-    LearnedBias,
-    Mamba2,
-    Mixer,
-    RetNet,
-    Softmax,
-)
+from lit_lazy.attention import Attention, AttentionSpec, Elastic, GatedDeltaNet, LearnedBias, Mamba2, RetNet, Softmax
 from lit_lazy.config.schema import ModelConfig, RunConfig, TrainConfig
 from lit_lazy.config.serialisation import replace_at
-from lit_lazy.data import DataSource
 from lit_lazy.data.backcopy import Backcopy
 from lit_lazy.measure.diagnostic_arrays import Diagnostics
 from lit_lazy.optim import WSD, Muon
@@ -49,7 +35,7 @@ RAMP = Elastic(tau_init=0.0, tau_ramp=0.75, tau_final=1.5)
 THEN_LEARNED = replace(RAMP, tau_ramp=0.5, learn_after_ramp=True)
 
 
-def config(attention: AttentionSpec = LAZY, seed: int = 0, **train: object) -> RunConfig:
+def config(attention=LAZY, seed=0, **train):
     """20 steps of 8 sequences out of 48: a new epoch starts at steps 6, 12 and 18."""
     defaults = {"steps": 20, "batch_size": 8, "warmup_steps": 2, "val_every": 7, "checkpoint_every": 8, "log_every": 5}
     return RunConfig(
@@ -60,20 +46,20 @@ def config(attention: AttentionSpec = LAZY, seed: int = 0, **train: object) -> R
     )
 
 
-def weights(folder: Path) -> dict[str, torch.Tensor]:
+def weights(folder):
     return torch.load(folder / FINAL_CHECKPOINT, weights_only=True)["state_dict"]
 
 
-def logged(folder: Path) -> dict[tuple[str, int], float]:
+def logged(folder):
     """All points of all curves."""
     return {(name, line.step): value for line in read_lines(folder / METRICS) for name, value in line.metrics.items()}
 
 
-def untimed(result: RunResult) -> RunResult:
+def untimed(result):
     return replace(result, timings={})
 
 
-def assert_same_run(a: Path, b: Path) -> None:
+def assert_same_run(a, b):
     """Results are equal except for timings; weights and diagnostics (including tau's history) are bit-identical."""
     first, second = RunResult.read(a), RunResult.read(b)
     assert first is not None
@@ -91,17 +77,17 @@ def assert_same_run(a: Path, b: Path) -> None:
 class At(Callback):
     """Calls a function at the first call of one of Lightning's hooks at a step."""
 
-    def __init__(self, step: int, action: Callable[[], object], hook: str = "on_train_batch_start") -> None:
+    def __init__(self, step, action, hook="on_train_batch_start"):
         self.step, self.action, self.done = step, action, False
         setattr(self, hook, self.act)
 
-    def act(self, trainer: L.Trainer, *_: object, **__: object) -> None:
+    def act(self, trainer, *_, **__):
         if trainer.global_step == self.step and not self.done:
             self.done = True
             self.action()
 
 
-def run_until_killed(cfg: RunConfig, folder: Path, step: int, *callbacks: Callback) -> None:
+def run_until_killed(cfg, folder, step, *callbacks):
     kill = At(step, lambda: os.kill(os.getpid(), signal.SIGKILL))
     process = multiprocessing.get_context("fork").Process(
         target=run, args=(cfg, folder), kwargs={"callbacks": [*callbacks, kill]}
@@ -124,11 +110,11 @@ EVERYTHING = {
 MIXERS = (Mamba2(), RetNet(), GatedDeltaNet())
 
 
-def with_mixer(mixer: Mixer) -> RunConfig:
+def with_mixer(mixer):
     return replace_at(config(AttentionSpec()), {"model.mixer": mixer})
 
 
-def assert_resumes(cfg: RunConfig, folder: Path, *steps: int) -> None:
+def assert_resumes(cfg, folder, *steps):
     """Killed at these steps, a run ends in the bits of an undisturbed one."""
     run(cfg, folder / "whole", keep_checkpoint=True)
     for step in steps:
@@ -141,16 +127,14 @@ def assert_resumes(cfg: RunConfig, folder: Path, *steps: int) -> None:
 @pytest.mark.parametrize(
     ("cfg", "steps"),
     [
-        pytest.param(config(AttentionSpec()), (13,), marks=pytest.mark.long),
-        pytest.param(config(AttentionSpec(Elastic(threshold="per_token"))), (5,), marks=pytest.mark.long),
         (config(AttentionSpec(THEN_LEARNED)), (9, 18)),
         (replace_at(config(), EVERYTHING), (11,)),
-        (with_mixer(MIXERS[0]), (11,)),
+        (with_mixer(MIXERS[0]), (5, 11)),
         *(pytest.param(with_mixer(mixer), (11,), marks=pytest.mark.long) for mixer in MIXERS[1:]),
     ],
     ids=lambda given: given.model.rule if isinstance(given, RunConfig) else str(given),
 )
-def test_a_killed_run_resumes_bit_for_bit(tmp_path: Path, cfg: RunConfig, steps: tuple[int, ...]) -> None:
+def test_a_killed_run_resumes_bit_for_bit(tmp_path, cfg, steps):
     """Kills in the middle of an epoch, away from the checkpoints (steps 8 and 16), once before the first."""
     assert_resumes(cfg, tmp_path, *steps)
     if cfg.model.mixer.attends:
@@ -162,18 +146,16 @@ def test_a_killed_run_resumes_bit_for_bit(tmp_path: Path, cfg: RunConfig, steps:
     assert kinds == {"loss", "accuracy", "model", "collapse", "steps"}
 
 
-def test_the_time_of_a_resumed_run_is_that_of_all_its_processes(tmp_path: Path) -> None:
+def test_the_time_of_a_resumed_run_is_that_of_all_its_processes(tmp_path):
     """Up to each checkpoint, from which the next process resumes; the rate is that of the last."""
-    run_until_killed(config(), tmp_path, 11, At(3, lambda: time.sleep(2.0)))
+    run_until_killed(config(), tmp_path, 11, At(3, lambda: time.sleep(1.0)))
     timings = run(config(), tmp_path).timings
-    assert 2.0 < timings["train_seconds"] < 30.0
+    assert 1.0 < timings["train_seconds"] < 30.0
     steps = config().train.steps - 8
-    assert timings["tokens_per_second"] > steps * config().train.batch_size * 16 / (timings["train_seconds"] - 2.0)
+    assert timings["tokens_per_second"] > steps * config().train.batch_size * 16 / (timings["train_seconds"] - 1.0)
 
 
-def test_a_run_that_resumes_on_another_backend_says_so(
-    finished: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_resumes_on_another_backend_says_so(finished, tmp_path, caplog, monkeypatch):
     """Not on the same one."""
     cfg = config()
     (label,) = RunResult.read(finished).labels.values()
@@ -193,7 +175,7 @@ def test_a_run_that_resumes_on_another_backend_says_so(
 @pytest.mark.parametrize(
     ("threads", "percent", "said"), [(1, 100.0, None), (2, 10.0, None), (2, 60.0, "keeps 1.2 of 2")]
 )
-def test_busy_cores_are_told(threads: int, percent: float, said: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_busy_cores_are_told(threads, percent, said, monkeypatch):
     monkeypatch.setattr(execution, "count_cores", lambda: 2)
     monkeypatch.setattr("psutil.cpu_percent", lambda _: percent)
     torch.set_num_threads(threads)
@@ -201,7 +183,7 @@ def test_busy_cores_are_told(threads: int, percent: float, said: str | None, mon
     assert found == (said and f"other work {said} cores busy; a small model is faster beside it with --threads 1")
 
 
-def list_said(caplog: pytest.LogCaptureFixture, logger: str, level: int = logging.WARNING) -> list[str]:
+def list_said(caplog, logger, level=logging.WARNING):
     return [record.getMessage() for record in caplog.records if record.name == logger and record.levelno >= level]
 
 
@@ -210,8 +192,8 @@ def list_said(caplog: pytest.LogCaptureFixture, logger: str, level: int = loggin
     [("auto", "none; get it", "; none; get it"), ("auto", None, ""), ("chunked", "no", "")],
 )
 def test_a_run_says_which_backend_it_uses_and_what_a_faster_one_lacks(
-    asked: str, obstacle: str | None, missing: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch
-) -> None:
+    asked, obstacle, missing, tmp_path, caplog, monkeypatch
+):
     monkeypatch.setattr(execution, "find_obstacle", lambda: obstacle)
     monkeypatch.setattr(Attention, "backend_name", lambda *_: "chunked")
     with caplog.at_level(logging.INFO, "lit_lazy.training.run"):
@@ -224,7 +206,7 @@ def test_a_run_says_which_backend_it_uses_and_what_a_faster_one_lacks(
 class Repeated(Backcopy):
     """A user's data with the same sequences for training and validation."""
 
-    def load(self) -> DataSource:
+    def load(self):
         source = super().load()
         return replace(source, validation=source.train)
 
@@ -238,18 +220,14 @@ class Repeated(Backcopy):
     ],
     ids=["lazy", "dead", "repeated"],
 )
-def test_a_run_that_can_learn_or_show_nothing_says_so(
-    cfg: RunConfig, warning: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_run_that_can_learn_or_show_nothing_says_so(cfg, warning, tmp_path, caplog):
     run(cfg, tmp_path)
     said = list_said(caplog, "lit_lazy.training.run")
     assert bool(said) == (warning is not None)
     assert all(warning in line for line in said)
 
 
-def test_losses_on_the_way_are_those_of_the_validations_also_after_kills(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_losses_on_the_way_are_those_of_the_validations_also_after_kills(tmp_path, monkeypatch):
     """So is the step of learning, here after half of the steps.
 
     Kills after a step's checkpoint but before its validation, and between validations.
@@ -268,7 +246,7 @@ def test_losses_on_the_way_are_those_of_the_validations_also_after_kills(
     assert not any(name.startswith("loss/at_") for name in run(config(AttentionSpec()), tmp_path / "seven").metrics)
 
 
-def test_a_ramped_tau_is_a_function_of_the_finished_steps(tmp_path: Path) -> None:
+def test_a_ramped_tau_is_a_function_of_the_finished_steps(tmp_path):
     """Not of batches, of which a step has two. It rises over 15 of 20 steps in logs, metrics and weights."""
     halves = Execution(micro_batch=4)
     result = run(config(AttentionSpec(RAMP)), tmp_path, keep_checkpoint=True, execution=halves)
@@ -281,7 +259,7 @@ def test_a_ramped_tau_is_a_function_of_the_finished_steps(tmp_path: Path) -> Non
     assert [tau.tolist() for tau in taus] == [[1.5, 1.5]] * 2
 
 
-def test_a_ramped_tau_is_learned_after_its_ramp(tmp_path: Path) -> None:
+def test_a_ramped_tau_is_learned_after_its_ramp(tmp_path):
     """The ramp is bit-equal to one that stays, up to step 10; from there on every head's tau moves away from 1.5."""
     for name, normaliser in (("stays", replace(RAMP, tau_ramp=0.5)), ("learned", THEN_LEARNED)):
         run(config(AttentionSpec(normaliser), clip_norm=1e9, val_every=5), tmp_path / name)
@@ -294,14 +272,14 @@ def test_a_ramped_tau_is_learned_after_its_ramp(tmp_path: Path) -> None:
     assert (learned["watch/tau"][until:] != 1.5).all()
 
 
-def test_batches_are_those_of_the_seed(tmp_path: Path) -> None:
+def test_batches_are_those_of_the_seed(tmp_path):
     """Also in the second epoch, whatever the variant."""
 
     class Batches(Callback):
-        def __init__(self) -> None:
+        def __init__(self):
             self.tokens: list[torch.Tensor] = []
 
-        def on_train_batch_start(self, _trainer, _module, batch, _batch_index) -> None:
+        def on_train_batch_start(self, _trainer, _module, batch, _batch_index):
             self.tokens.append(batch["tokens"].clone())
 
     seen = []
@@ -313,7 +291,7 @@ def test_batches_are_those_of_the_seed(tmp_path: Path) -> None:
     assert not any(map(torch.equal, seen[0].tokens, seen[2].tokens))
 
 
-def test_a_finished_run_is_returned_and_not_trained_again(finished: Path, tmp_path: Path) -> None:
+def test_a_finished_run_is_returned_and_not_trained_again(finished, tmp_path):
     """What a kill left beside its result is removed; another config's is refused, as is a folder in use."""
     folder = shutil.copytree(finished, tmp_path / "copy")
     (folder / "checkpoints").mkdir()
@@ -328,20 +306,14 @@ def test_a_finished_run_is_returned_and_not_trained_again(finished: Path, tmp_pa
         run(config(), tmp_path)
 
 
-def test_training_lowers_the_loss_towards_the_oracle(tmp_path: Path) -> None:
-    cfg = config(steps=200, lr=1e-2, batch_size=16)
-    metrics = run(replace(cfg, data=replace(cfg.data, train_sequences=3_200)), tmp_path).metrics
-    assert 0 < metrics["loss/excess"] < 0.5 * metrics["init/loss/excess"]
-
-
-def test_bf16_is_mixed_and_keeps_tau_and_bias_in_fp32(tmp_path: Path) -> None:
+def test_bf16_is_mixed_and_keeps_tau_and_bias_in_fp32(tmp_path):
     result = run(config(precision="bf16"), tmp_path, keep_checkpoint=True)
     kept = [value for name, value in weights(tmp_path).items() if "normaliser" in name or ".bias" in name]
     assert {value.dtype for value in kept} == {torch.float32}
     assert result.metrics["tau/mean"] != 1.0
 
 
-def test_a_damaged_result_is_quarantined_and_the_run_begins_again(finished: Path, tmp_path: Path) -> None:
+def test_a_damaged_result_is_quarantined_and_the_run_begins_again(finished, tmp_path):
     for content in ('{"key": ', "{}"):
         (tmp_path / RESULT).write_text(content)
         assert untimed(run(config(), tmp_path)) == untimed(RunResult.read(finished))
@@ -349,7 +321,7 @@ def test_a_damaged_result_is_quarantined_and_the_run_begins_again(finished: Path
 
 
 @pytest.mark.parametrize("step", [20, 30])
-def test_a_validation_that_a_kill_cut_off_is_made_up_for(tmp_path: Path, step: int) -> None:
+def test_a_validation_that_a_kill_cut_off_is_made_up_for(tmp_path, step):
     """Its step is in the checkpoint already: Lightning would leave a gap in the curves, or never start training."""
     cfg = config(steps=30, val_every=10, checkpoint_every=10)
     run(cfg, tmp_path / "whole", logger=MetricFile(tmp_path / "whole"))
@@ -362,7 +334,7 @@ def test_a_validation_that_a_kill_cut_off_is_made_up_for(tmp_path: Path, step: i
     assert curves == logged(tmp_path / "whole")
 
 
-def test_what_a_result_holds(finished: Path, tmp_path: Path) -> None:
+def test_what_a_result_holds(finished, tmp_path):
     result = RunResult.read(finished)
     metrics, info = result.metrics, config().data.load().info
     assert metrics["loss/val"] - metrics["loss/excess"] == pytest.approx(info["optimum_nats"], abs=1e-6)

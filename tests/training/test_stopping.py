@@ -5,13 +5,10 @@ import multiprocessing
 import os
 import shutil
 import signal
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from test_run import RAMP, At, assert_same_run, config, logged
 
@@ -26,26 +23,26 @@ CFG = config(AttentionSpec(RAMP, LearnedBias()), ema_decay=0.5)
 LAST = "checkpoints/last.ckpt"
 
 
-def send(number: signal.Signals) -> None:
+def send(number):
     os.kill(os.getpid(), number)
 
 
-def send_at(step: int, *numbers: signal.Signals, hook: str = "on_train_batch_start") -> At:
+def send_at(step, *numbers, hook="on_train_batch_start"):
     return At(step, lambda: [send(number) for number in numbers], hook)
 
 
-def train(folder: Path, *callbacks: Callback, patient: bool = False, execution: Execution = ONE_DEVICE) -> None:
+def train(folder, *callbacks, patient=False, execution=ONE_DEVICE):
     with Interrupts(patient) as interrupts, interrupts.allow():
         options = {"keep_checkpoint": True, "execution": execution, "interrupts": interrupts}
-        run(CFG, folder, logger=MetricFile(folder), callbacks=callbacks, **options)  # type: ignore[arg-type]
+        run(CFG, folder, logger=MetricFile(folder), callbacks=callbacks, **options)
 
 
-def read_step(folder: Path) -> int:
+def read_step(folder):
     return torch.load(folder / LAST, weights_only=True)["global_step"]
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def undisturbed(tmp_path_factory):
     folder = tmp_path_factory.mktemp("undisturbed")
     torch.set_num_threads(1)  # as in every test
     train(folder)
@@ -63,9 +60,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("on_train_batch_start", 19, 20, signal.SIGTERM),  # the last
     ],
 )
-def test_no_step_is_lost(
-    hook: str, step: int, kept: int, number: signal.Signals, undisturbed: Path, tmp_path: Path
-) -> None:
+def test_no_step_is_lost(hook, step, kept, number, undisturbed, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         train(tmp_path, send_at(step, number, hook=hook))
     assert read_step(tmp_path) == kept
@@ -75,14 +70,18 @@ def test_no_step_is_lost(
     assert logged(undisturbed) == logged(tmp_path)
 
 
-def test_a_second_signal_stops_at_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_second_signal_stops_at_once_but_not_a_patient_worker(tmp_path, capfd):
     with pytest.raises(KeyboardInterrupt):
-        train(tmp_path, send_at(4, signal.SIGINT, signal.SIGINT))
-    assert not (tmp_path / LAST).exists()
+        train(tmp_path / "patient", send_at(4, signal.SIGTERM, signal.SIGTERM, signal.SIGINT), patient=True)
+    assert read_step(tmp_path / "patient") == 5
+    capfd.readouterr()
+    with pytest.raises(KeyboardInterrupt):
+        train(tmp_path / "other", send_at(4, signal.SIGINT, signal.SIGINT))
+    assert not (tmp_path / "other" / LAST).exists()
     assert capfd.readouterr().err.count("stopping after this step, with a checkpoint of it; once more stops") == 1
 
 
-def test_a_closed_terminal_costs_no_step(tmp_path: Path) -> None:
+def test_a_closed_terminal_costs_no_step(tmp_path):
     """As a dropped connection: the training must not fail by printing to it either."""
     user, terminal = os.openpty()
     stderr, former = os.dup(2), signal.signal(signal.SIGHUP, signal.SIG_DFL)
@@ -102,14 +101,7 @@ def test_a_closed_terminal_costs_no_step(tmp_path: Path) -> None:
     assert read_step(tmp_path) == 5
 
 
-def test_a_patient_worker_keeps_the_step_whatever_else_arrives(tmp_path: Path) -> None:
-    numbers = (signal.SIGTERM, signal.SIGTERM, signal.SIGINT)
-    with pytest.raises(KeyboardInterrupt):
-        train(tmp_path, send_at(4, *numbers), patient=True)
-    assert read_step(tmp_path) == 5
-
-
-def test_a_signal_that_is_ignored_stays_so(tmp_path: Path) -> None:
+def test_a_signal_that_is_ignored_stays_so(tmp_path):
     """As of a command that a shell runs in the background."""
     former = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
@@ -120,14 +112,12 @@ def test_a_signal_that_is_ignored_stays_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("when", [1, 2], ids=["measuring the untrained model", "measuring the trained model"])
-def test_outside_of_the_training_a_signal_stops_at_once(
-    when: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_outside_of_the_training_a_signal_stops_at_once(when, tmp_path, monkeypatch):
     from lit_lazy.training import run as module
 
     measure, calls = module.measure_model, []
 
-    def interrupted(*args: Any, **options: Any) -> object:
+    def interrupted(*args, **options):
         calls.append(None)
         if len(calls) == when:
             send(signal.SIGTERM)
@@ -142,7 +132,7 @@ def test_outside_of_the_training_a_signal_stops_at_once(
 @pytest.mark.long
 @pytest.mark.usefixtures("forked_ranks")
 @pytest.mark.parametrize(("hook", "step", "kept"), [("on_train_batch_start", 4, 6), ("on_validation_start", 14, 14)])
-def test_two_processes_agree_on_the_step(hook: str, step: int, kept: int, tmp_path: Path) -> None:
+def test_two_processes_agree_on_the_step(hook, step, kept, tmp_path):
     two = Execution(devices=2)
     with pytest.raises(KeyboardInterrupt):
         train(tmp_path / "stopped", send_at(step, signal.SIGTERM, hook=hook), execution=two)
@@ -161,10 +151,10 @@ TASKS = {
 }
 
 
-def in_job(task: str, bin_folder: Path, work: Callable[..., None], *arguments: object) -> int | None:
+def in_job(task, bin_folder, work, *arguments):
     """Run a function in a process as a task of a job. Returns the exit status."""
 
-    def be() -> None:
+    def be():
         os.environ.update(JOB | TASKS[task], PATH=f"{bin_folder}{os.pathsep}{os.environ['PATH']}")
         rank_zero_only.rank = int(TASKS[task]["SLURM_PROCID"])  # as Lightning sets it on import
         work(*arguments)
@@ -176,7 +166,7 @@ def in_job(task: str, bin_folder: Path, work: Callable[..., None], *arguments: o
 
 
 @pytest.fixture
-def scontrol(tmp_path: Path) -> Path:
+def scontrol(tmp_path):
     """A folder with a fake `scontrol`, which writes a file `called`."""
     folder = tmp_path / "bin"
     folder.mkdir()
@@ -186,7 +176,7 @@ def scontrol(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_a_signal_of_slurm_is_not_lightnings(task: str, undisturbed: Path, tmp_path: Path, scontrol: Path) -> None:
+def test_a_signal_of_slurm_is_not_lightnings(task, undisturbed, tmp_path, scontrol):
     """It ends the process, as `sbatch --signal` before a time limit, and nothing is requeued; the run resumes."""
     assert in_job(task, scontrol, train, tmp_path / "here", send_at(11, signal.SIGUSR1)) == -signal.SIGUSR1
     assert {path.name for path in (tmp_path / "here").iterdir()} == {"cell.json", "checkpoints", METRICS, "lock"}
@@ -195,14 +185,12 @@ def test_a_signal_of_slurm_is_not_lightnings(task: str, undisturbed: Path, tmp_p
     assert_same_run(undisturbed, tmp_path / "here")
 
 
-def test_what_lightning_left_in_a_job_is_quarantined_and_never_loaded(
-    undisturbed: Path, trained: str, tmp_path: Path, scontrol: Path
-) -> None:
+def test_what_lightning_left_in_a_job_is_quarantined_and_never_loaded(undisturbed, trained, tmp_path, scontrol):
     here, noted = tmp_path / "here", tmp_path / "noted"
     here.mkdir()
     shutil.copy(trained, here / "hpc_ckpt_3.ckpt")
 
-    def train_and_note() -> None:
+    def train_and_note():
         logging.basicConfig(filename=noted, level=logging.WARNING, force=True)
         train(here)
 

@@ -6,7 +6,6 @@ import shutil
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,9 +13,9 @@ from test_run import LAZY, RAMP, config, run_until_killed, weights
 
 from lit_lazy.attention import AttentionSpec, Elastic, LearnedBias
 from lit_lazy.config.key import cell_key
-from lit_lazy.config.schema import ModelConfig, RunConfig
+from lit_lazy.config.schema import ModelConfig
 from lit_lazy.model.decoder import DecoderLM, flops_per_token
-from lit_lazy.optim import SGD, AdamW, Muon, Optimiser
+from lit_lazy.optim import SGD, AdamW, Muon
 from lit_lazy.training import trainer
 from lit_lazy.training.callbacks_and_loggers import METRICS, MetricFile, read_lines
 from lit_lazy.training.check_before_run import prepare
@@ -32,16 +31,16 @@ from lit_lazy.training.trainer import build_module, fit
 PATTERNS = ("blocks.*.attention.q.weight", "*.normaliser.tau", "*.bias.table", "*norm.weight")
 
 
-def adapting(trained: str, **train: object) -> RunConfig:
+def adapting(trained, **train):
     return replace(config(LAZY, trainable=PATTERNS, **train), init_from=trained)
 
 
-def is_trained(name: str) -> bool:
+def is_trained(name):
     return name.endswith(("q.weight", "tau", "table", "norm.weight"))
 
 
 @pytest.mark.parametrize("optimiser", [AdamW(), SGD(), Muon()], ids=lambda one: type(one).__name__)
-def test_the_frozen_weights_are_bit_equal_and_have_no_state(trained: str, tmp_path: Path, optimiser: Optimiser) -> None:
+def test_the_frozen_weights_are_bit_equal_and_have_no_state(trained, tmp_path, optimiser):
     betas = {} if optimiser.adaptive else {"betas": (0.9, 0.95)}
     cfg = adapting(trained, optimiser=optimiser, ema_decay=0.8, weight_decay=0.1, lr=1e-2, **betas)
     source = prepare(cfg)
@@ -62,8 +61,8 @@ def test_the_frozen_weights_are_bit_equal_and_have_no_state(trained: str, tmp_pa
 
 @pytest.mark.long
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_two_processes_freeze_the_same(trained: str, tmp_path: Path, strategy: str) -> None:
-    cfg, execution = adapting(trained), Execution(devices=2, strategy=strategy)  # type: ignore[arg-type]
+def test_two_processes_freeze_the_same(trained, tmp_path, strategy):
+    cfg, execution = adapting(trained), Execution(devices=2, strategy=strategy)
     run(cfg, tmp_path / "2", logger=MetricFile(tmp_path / "2"), keep_checkpoint=True, execution=execution)
     run(cfg, tmp_path / "1", keep_checkpoint=True, execution=Execution(micro_batch=4))
     start = torch.load(trained, weights_only=True)["state_dict"]
@@ -74,11 +73,11 @@ def test_two_processes_freeze_the_same(trained: str, tmp_path: Path, strategy: s
             assert torch.equal(value, start[name]), name
 
 
-def make_model(**changes: object) -> DecoderLM:
-    return DecoderLM(ModelConfig(d_model=16, n_layers=2, n_heads=2, d_ff=32, **changes), 17, 16, seed=0)  # type: ignore[arg-type]
+def make_model(**changes):
+    return DecoderLM(ModelConfig(d_model=16, n_layers=2, n_heads=2, d_ff=32, **changes), 17, 16, seed=0)
 
 
-def test_a_tied_head_is_trained_by_either_name() -> None:
+def test_a_tied_head_is_trained_by_either_name():
     for pattern in ("head.weight", "embedding.weight"):
         model = make_model()
         assert "embedding.weight" not in freeze_others(model, [pattern])
@@ -86,7 +85,7 @@ def test_a_tied_head_is_trained_by_either_name() -> None:
     assert freeze_others(make_model(), []) == set()
 
 
-def test_what_a_module_does_not_train_stays_so() -> None:
+def test_what_a_module_does_not_train_stays_so():
     """And needs no value from init_from: it is a constant, not random."""
     model = make_model(attention=AttentionSpec(Elastic(learn_tau=False)))
     frozen = freeze_others(model, ["*.q.weight", "*0*.tau"])
@@ -94,7 +93,7 @@ def test_what_a_module_does_not_train_stays_so() -> None:
     assert [attention.normaliser.tau.requires_grad for attention in model.attentions] == [False, False]
 
 
-def test_muon_without_matrices_and_without_others() -> None:
+def test_muon_without_matrices_and_without_others():
     for patterns in (["*norm.weight"], ["*.q.weight"]):
         model, cfg = make_model(), config(trainable=tuple(patterns), optimiser=Muon()).train
         freeze_others(model, patterns)
@@ -103,7 +102,7 @@ def test_muon_without_matrices_and_without_others() -> None:
 
 
 class TestCost:
-    def test_state_is_that_of_the_trained_parameters(self, trained: str) -> None:
+    def test_state_is_that_of_the_trained_parameters(self, trained):
         cfg = adapting(trained, ema_decay=0.5)
         source = prepare(cfg)
         cost = estimate_cost(cfg, source.outline, ONE_DEVICE)
@@ -114,7 +113,7 @@ class TestCost:
         assert cost.memory["gradients"] == cost.memory["average"] == cost.memory["optimiser"] // 2 == 4 * count
         assert cost.disk == 2 * 4 * (cost.parameters + 3 * count)
 
-    def test_a_frozen_matrix_costs_four_products_a_token(self) -> None:
+    def test_a_frozen_matrix_costs_four_products_a_token(self):
         model = make_model()
         whole = flops_per_token(model, 16)
         freeze_others(model, ["*norm.weight"])
@@ -122,7 +121,7 @@ class TestCost:
         assert flops_per_token(model, 16) == whole - 2 * matrices
 
 
-def test_a_variant_starts_with_what_it_shares(trained: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_variant_starts_with_what_it_shares(trained, caplog):
     with caplog.at_level(logging.INFO):
         own = build(replace(config(LAZY), init_from=trained)).state_dict()
     taken = torch.load(trained, weights_only=True)["state_dict"]
@@ -135,7 +134,7 @@ def test_a_variant_starts_with_what_it_shares(trained: str, caplog: pytest.LogCa
     assert "unused: none" in caplog.text
 
 
-def test_a_ramp_starts_at_its_own_beginning(lazy: str) -> None:
+def test_a_ramp_starts_at_its_own_beginning(lazy):
     """Not at the trained model's final tau."""
     module = build(replace(config(AttentionSpec(RAMP, LearnedBias())), init_from=lazy))
     assert [attention.normaliser.tau.tolist() for attention in module.model.attentions] == [[0.0, 0.0]] * 2
@@ -143,7 +142,7 @@ def test_a_ramp_starts_at_its_own_beginning(lazy: str) -> None:
     assert {name.rsplit(".", 1)[-1] for name in own if not torch.equal(own[name], taken[name])} == {"tau"}
 
 
-def test_it_is_in_the_key_by_its_content(trained: str, tmp_path: Path) -> None:
+def test_it_is_in_the_key_by_its_content(trained, tmp_path):
     """By its weights and its model's settings, not by its path or by what else it holds, such as settings of a newer
     version. Without init_from the key is unchanged."""
     fingerprint = prepare(config()).fingerprint
@@ -166,9 +165,7 @@ def test_it_is_in_the_key_by_its_content(trained: str, tmp_path: Path) -> None:
         assert (cell_key(replace(config(), init_from=str(elsewhere)), fingerprint) == keys[0]) is same
 
 
-def test_a_run_resumes_bit_for_bit_also_when_its_weights_have_moved(
-    trained: str, finished: Path, tmp_path: Path
-) -> None:
+def test_a_run_resumes_bit_for_bit_also_when_its_weights_have_moved(trained, finished, tmp_path):
     cfg = adapting(trained, optimiser=Muon(), ema_decay=0.8)
     whole = run(cfg, tmp_path / "whole", keep_checkpoint=True)
     run_until_killed(cfg, tmp_path / "killed", 13)
@@ -182,7 +179,7 @@ def test_a_run_resumes_bit_for_bit_also_when_its_weights_have_moved(
 
 
 @pytest.fixture(scope="module")
-def lazy(tmp_path_factory: pytest.TempPathFactory) -> str:
+def lazy(tmp_path_factory):
     """A final.ckpt of Lazy Attention."""
     run(config(LAZY, steps=3), folder := tmp_path_factory.mktemp("lazy"), keep_checkpoint=True)
     return str(folder / FINAL_CHECKPOINT)
@@ -197,7 +194,7 @@ def lazy(tmp_path_factory: pytest.TempPathFactory) -> str:
         ({"tau_lr_scale": 2.0}, None),
     ],
 )
-def test_an_initial_value_of_what_is_loaded_is_refused(changes: dict[str, Any], refused: str | None, lazy: str) -> None:
+def test_an_initial_value_of_what_is_loaded_is_refused(changes, refused, lazy):
     """Otherwise the rows of an axis over it would be one training, and tie."""
     spec = replace(LAZY, normaliser=replace(LAZY.normaliser, **changes))
     cfg = replace(config(spec), init_from=lazy)
@@ -206,11 +203,11 @@ def test_an_initial_value_of_what_is_loaded_is_refused(changes: dict[str, Any], 
             check()
 
 
-def build(cfg: RunConfig) -> LitLM:
+def build(cfg):
     return trainer.build_module(cfg, prepare(cfg), Execution())
 
 
-def test_an_initial_value_of_what_is_new_counts(trained: str) -> None:
+def test_an_initial_value_of_what_is_new_counts(trained):
     """Also one of the whole model, as long as a parameter of it is new."""
     changed = replace(config(LAZY).model, init_std=0.5)
     build(replace(config(LAZY), model=changed, init_from=trained))
@@ -219,7 +216,7 @@ def test_an_initial_value_of_what_is_new_counts(trained: str) -> None:
         build(replace(config(LAZY), model=same, init_from=trained))
 
 
-def test_the_logged_rate_is_the_schedules(trained: str, tmp_path: Path) -> None:
+def test_the_logged_rate_is_the_schedules(trained, tmp_path):
     """Not that of tau, here the only group, which has a factor of its own."""
     attention, only_tau = AttentionSpec(Elastic(tau_lr_scale=10.0)), {"trainable": ("*.tau",), "log_every": 1}
     cfg = replace(config(attention, steps=5, **only_tau), init_from=trained)

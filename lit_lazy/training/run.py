@@ -67,6 +67,8 @@ from lit_lazy.training.run_folder import (
 from lit_lazy.training.trainer import build_module, fit
 
 log = logging.getLogger("lit_lazy.training.run")
+_tried: set[str] = set()
+"""Keys of users' evaluations that this process has tried on an untrained model."""
 METRIC = "metric "
 """Prefix of the metrics among the cached arrays of the untrained model."""
 
@@ -182,8 +184,9 @@ def _run(
             log.warning("%s: %s; choose a lower threshold", problem, effect)
         started, time_monitor = time.perf_counter(), TimeMonitor()
         checkpoint, first_step = _find_checkpoint(folder, cfg, module)
-        for own in (one for one in cfg.evaluations if is_users(type(one)) and first_step == 0):
+        for own in (one for one in cfg.evaluations if is_users(type(one)) and evaluation_key(one) not in _tried):
             measure_evaluation(own, module.model, cfg.data)  # what is wrong with it costs no training
+            _tried.add(evaluation_key(own))
         final = folder / FINAL_CHECKPOINT if keep_checkpoint else None
         if group:
             settings = {"config": to_dict(cfg), "execution": asdict(execution), "files": list_user_files(cfg)}

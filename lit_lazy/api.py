@@ -22,26 +22,26 @@ from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.serialisation import replace_at
 from lit_lazy.config.user_files import load_experiment, load_module
 from lit_lazy.data.source_interface import DataSource
-from lit_lazy.figures.heads import attention_maps
+from lit_lazy.figures.diagnostics import attention_maps
 from lit_lazy.grid.ablation import check_name
 from lit_lazy.measure.diagnostic_arrays import Diagnostics
 from lit_lazy.measure.diagnostics import SAMPLE, evaluation_mode, hook_layers, measure, sample_validation
 from lit_lazy.measure.raise_thresholds import raise_thresholds
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.model.generation import Prompts, Sampling, generate
-from lit_lazy.support.checks import PositiveInt, Threads, check_value, fits, require
+from lit_lazy.support.checked_fields import PositiveInt, Threads, check_value, fits, require
 from lit_lazy.support.console import format_count
-from lit_lazy.support.errors import did_you_mean, short_repr
+from lit_lazy.support.error_messages import did_you_mean, short_repr
 from lit_lazy.support.names_to_paths import find, find_grids, find_python_file
-from lit_lazy.table.records import Table
 from lit_lazy.table.render import render_brief
+from lit_lazy.table.results_table import Table
 from lit_lazy.training import checkpoints
-from lit_lazy.training.execution import select_training_device
+from lit_lazy.training.execution_settings import select_training_device
 from lit_lazy.training.module import LitLM
 from lit_lazy.training.run_folder import FINAL_CHECKPOINT, METRICS, read_lines
 
 if TYPE_CHECKING:
-    from lit_lazy.grid.grid_folder import CellRecord
+    from lit_lazy.grid.cell_record import CellRecord
     from lit_lazy.tracking.tracked_training import FinishedTraining
 
 Prompt = TypeVar("Prompt", str, Sequence[int])

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from lit_lazy.command.ablate_run import make_grid, parse_request
 from lit_lazy.command.main import make_parser
-from lit_lazy.grid.job import Grid
+from lit_lazy.grid.work_records import Grid
 
 
 def ask_for_grid(words: Sequence[str], overrides: Sequence[str] = ()) -> Grid:

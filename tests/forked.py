@@ -64,7 +64,7 @@ def make_cheap() -> None:
 
     For programs; tests use fixtures.
     """
-    from lit_lazy.grid import mirror  # noqa: F401  imported for the forks
+    from lit_lazy.grid import mlflow_mirror  # noqa: F401  imported for the forks
     from lit_lazy.grid import run as grid
     from lit_lazy.grid.search import run as search  # noqa: F401
     from lit_lazy.report import ablation_page

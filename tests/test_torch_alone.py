@@ -15,7 +15,7 @@ from lit_lazy.config import ModelConfig, TrainConfig
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.model.generation import generate
 from lit_lazy.model.loss import token_nll
-from lit_lazy.training.parameter_groups import build_parameter_groups
+from lit_lazy.training.trained_parameters import build_parameter_groups
 
 cfg = ModelConfig(d_model=16, n_heads=2, d_ff=32, attention=AttentionSpec(Elastic(), LearnedBias()))
 model, train = DecoderLM(cfg, vocab_size=8, context_length=8, seed=0), TrainConfig(steps=60, warmup_steps=2)

@@ -16,8 +16,8 @@ from lit_lazy.data.source_interface import SpecialTokens
 from lit_lazy.measure.evaluation import Varied
 from lit_lazy.model.generation import Sampling
 from lit_lazy.optim import Distillation, Optimiser, Schedule
-from lit_lazy.support.checks import list_types
-from lit_lazy.training.execution import Execution
+from lit_lazy.support.checked_fields import list_types
+from lit_lazy.training.execution_settings import Execution
 
 PARTS = (
     *(Normaliser, Bias, Gate, Mixer, Position, RopeScaling, DataConfig, Optimiser, Schedule, Distillation, Evaluation),

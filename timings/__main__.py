@@ -5,7 +5,7 @@ import sys
 
 from lit_lazy.command.main import main
 from lit_lazy.command.options import Commands, Parser, add_command, add_options, of_kind
-from lit_lazy.support.checks import NonEmptyText, PositiveInt
+from lit_lazy.support.checked_fields import NonEmptyText, PositiveInt
 
 
 def make_parser() -> Parser:

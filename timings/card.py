@@ -27,10 +27,10 @@ from lit_lazy.config.serialisation import from_dict
 from lit_lazy.config.user_files import load_experiment
 from lit_lazy.grid.ablation import Cell, expand, prepare_rows, select_rows
 from lit_lazy.grid.question import load_ablation_or_question
-from lit_lazy.support.checks import require
-from lit_lazy.support.errors import describe_exception
+from lit_lazy.support.checked_fields import require
+from lit_lazy.support.error_messages import describe_exception
 from lit_lazy.support.names_to_paths import find
-from lit_lazy.training.execution import Execution
+from lit_lazy.training.execution_settings import Execution
 from lit_lazy.training.run import run
 from lit_lazy.training.run_folder import locate_cell
 from timings.gpu_step import PEAK_FLOPS

@@ -24,10 +24,10 @@ from lit_lazy.grid.ablation import (
     select_rows,
 )
 from lit_lazy.grid.grid_folder import read_grid
-from lit_lazy.grid.job import Ending, Job, Work
-from lit_lazy.grid.mirror import GridMirror
+from lit_lazy.grid.mlflow_mirror import GridMirror
 from lit_lazy.grid.plan import PLAN, Plan, group_keys
 from lit_lazy.grid.run import GridDriver
+from lit_lazy.grid.work_records import Ending, Job, Work
 from lit_lazy.grid.worker import execute, prepare_process
 from lit_lazy.support.disk import write_text
 from lit_lazy.support.names_to_paths import find
@@ -35,7 +35,7 @@ from lit_lazy.table.columns import COLUMNS
 from lit_lazy.table.records import RowInfo
 from lit_lazy.table.render import save
 from lit_lazy.training.check_before_run import prepare
-from lit_lazy.training.execution import select_training_device
+from lit_lazy.training.execution_settings import select_training_device
 from lit_lazy.training.interrupts import Interrupts
 from lit_lazy.training.module import LitLM
 from lit_lazy.training.run import STRONGEST, measure_model, run

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from lit_lazy.config.schema import TrainConfig
 from lit_lazy.model.decoder import DecoderLM
-from lit_lazy.training.parameter_groups import build_parameter_groups
+from lit_lazy.training.trained_parameters import build_parameter_groups
 
 
 def make_training_step(

@@ -3,26 +3,10 @@
 from flash_lazy import Rows
 from lit_lazy.attention import rivals
 from lit_lazy.attention.bias import Alibi, Bias, BiasTerms, Fire, KerpleLog, LearnedBias, NoBias, T5Bias
-from lit_lazy.attention.layer import (
-    Attention,
-    AttentionSpec,
-    Gate,
-    HeadNorm,
-    NoGate,
-    OutputGate,
-    SelfAttention,
-    ValueGate,
-)
-from lit_lazy.attention.mixer import (
-    Cache,
-    Eviction,
-    LayerCache,
-    LayerShape,
-    Mixer,
-    MixerModule,
-    PassInputs,
-    StreamingCache,
-)
+from lit_lazy.attention.cache import Cache, Eviction, LayerCache, StreamingCache
+from lit_lazy.attention.gate import Gate, HeadNorm, NoGate, OutputGate, ValueGate
+from lit_lazy.attention.layer import Attention, AttentionSpec, SelfAttention
+from lit_lazy.attention.mixer import LayerShape, Mixer, MixerModule, PassInputs
 from lit_lazy.attention.normaliser import AttentionCall, Elastic, Normaliser, NormaliserModule, Softmax
 from lit_lazy.attention.position import LearnedAbsolute, NoPosition, Position, Rope
 from lit_lazy.attention.recurrence import GatedDeltaNet, Mamba2, RetNet

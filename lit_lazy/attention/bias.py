@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_lazy.attention.mixer import GeneratorOf, SelfInitialised
-from lit_lazy.support.checks import Bounds, CheckedFields, NonNegativeFloat, PositiveFloat, PositiveInt, require
+from lit_lazy.support.checked_fields import Bounds, CheckedFields, NonNegativeFloat, PositiveFloat, PositiveInt, require
 
 
 class BiasTerms(NamedTuple):

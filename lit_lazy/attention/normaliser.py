@@ -22,7 +22,7 @@ from flash_lazy.rules import compute_rule_weights, run_rule
 from lit_lazy.attention.bias import BiasTerms
 from lit_lazy.attention.custom_rule_check import probe_attention, probe_weights
 from lit_lazy.attention.mixer import Drawn, LayerShape
-from lit_lazy.support.checks import MOST_FACTOR, Bounds, Share, require
+from lit_lazy.support.checked_fields import MOST_FACTOR, Bounds, Share, require
 
 AttentionBackend = Literal[Backend, "sdpa"]
 """The backends of `flash_lazy`, and PyTorch's own softmax attention."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_lazy.attention.mixer import Drawn, GeneratorOf, SelfInitialised
-from lit_lazy.support.checks import Bounds, CheckedFields, NonNegativeFloat, PositiveFloat, PositiveInt, require
+from lit_lazy.support.checked_fields import Bounds, CheckedFields, NonNegativeFloat, PositiveFloat, PositiveInt, require
 
 ENDLESS = 2**62
 """Length of a text that is longer than any."""

@@ -23,8 +23,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from flash_lazy import Stats
-from lit_lazy.attention.mixer import Cache, GeneratorOf, LayerShape, Mixer, MixerModule, PassInputs, SelfInitialised
-from lit_lazy.support.checks import PositiveInt
+from lit_lazy.attention.cache import Cache
+from lit_lazy.attention.mixer import GeneratorOf, LayerShape, Mixer, MixerModule, PassInputs, SelfInitialised
+from lit_lazy.support.checked_fields import PositiveInt
 
 DECAY_RATES = 1.0, 16.0
 """Range of the uniform initial A."""

@@ -12,7 +12,7 @@ from torch.nn.functional import softplus
 
 from flash_lazy import Rows, RuleWeights, Stats
 from lit_lazy.attention.bias import BiasTerms
-from lit_lazy.attention.layer import HEAD_NORM_EPS
+from lit_lazy.attention.gate import HEAD_NORM_EPS
 from lit_lazy.attention.mixer import GeneratorOf, LayerShape, SelfInitialised
 from lit_lazy.attention.normaliser import (
     AttentionCall,
@@ -25,7 +25,7 @@ from lit_lazy.attention.normaliser import (
     find_softmax_backend,
     fused_softmax,
 )
-from lit_lazy.support.checks import BelowOne, Bounds, NonNegativeFloat, require
+from lit_lazy.support.checked_fields import BelowOne, Bounds, NonNegativeFloat, require
 
 __all__ = [
     "ASEntmax",

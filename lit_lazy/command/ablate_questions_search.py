@@ -13,8 +13,8 @@ from lit_lazy.command.options import Commands, ablation_name, add_command, add_o
 from lit_lazy.support.names_to_paths import find, list_available, suggest_file
 
 if TYPE_CHECKING:
-    from lit_lazy.grid.job import Grid
     from lit_lazy.grid.search.run import SearchWork
+    from lit_lazy.grid.work_records import Grid
 
 
 def add_questions_to(commands: Commands) -> None:
@@ -146,15 +146,15 @@ def ablate_search(options: argparse.Namespace, overrides: list[str]) -> int:
     torch.set_num_threads(options.threads)  # as in a worker
     work = make_search(options, overrides)
     workers = options.workers or default_workers(options.threads)
-    from lit_lazy.grid.job import LaunchOptions
     from lit_lazy.grid.search.run import SearchDriver, SearchMirror, print_search, run_search
+    from lit_lazy.grid.work_records import LaunchOptions
 
     if options.dry_run:
         print_search(work, workers, options.threads, plain_console())
         return 0
-    from lit_lazy.grid.mirror import follow
+    from lit_lazy.grid.mlflow_mirror import follow
     from lit_lazy.report.index_and_search_pages import write_search_report
-    from lit_lazy.table.document_blocks import to_text
+    from lit_lazy.table.document_formats import to_text
 
     check_destinations(options)
     launch = LaunchOptions(workers, options.threads, options.fresh, loggers=tuple(options.loggers))

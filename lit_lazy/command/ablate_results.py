@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 from lit_lazy.command.grid_helpers import choose_output, open_grid_folder
 from lit_lazy.command.options import Commands, add_command, add_grid, add_options, of_kind
-from lit_lazy.support.checks import NonEmptyText
+from lit_lazy.support.checked_fields import NonEmptyText
 from lit_lazy.support.disk import check_writable_file, check_writable_folder, write_text
-from lit_lazy.support.errors import did_you_mean, explain, sanitise
+from lit_lazy.support.error_messages import did_you_mean, explain, sanitise
 from lit_lazy.support.names_to_paths import find, find_grids, list_available
 
 TABLE = "table.json"
@@ -132,7 +132,7 @@ def ablate_compare(options: argparse.Namespace, _rest: list[str]) -> int:
     from lit_lazy.grid.reused_results import read_row_settings
     from lit_lazy.support.provenance import read_committed
     from lit_lazy.table.build import parse_table, read_table
-    from lit_lazy.table.comparison import compare_tables, format_comparison
+    from lit_lazy.table.compare_tables import compare_tables, format_comparison
 
     first, second = (
         read_table(place) if isinstance(place, Path) else parse_table(read_committed(place), repr(place))
@@ -193,7 +193,7 @@ def ablate_rates(options: argparse.Namespace, _rest: list[str]) -> int:
 
 
 def ablate_verdicts(options: argparse.Namespace, _rest: list[str]) -> int:
-    from lit_lazy.report.questions_page import collect_answers, fill_page, format_summary, read_questions
+    from lit_lazy.report.question_verdicts import collect_answers, fill_page, format_summary, read_questions
 
     pages = {}
     for file in options.insert:

@@ -25,7 +25,7 @@ from lit_lazy.command.options import (
     add_options,
     make_execution,
 )
-from lit_lazy.support.checks import require
+from lit_lazy.support.checked_fields import require
 from lit_lazy.support.names_to_paths import find
 from lit_lazy.support.secrets import format_command_line
 
@@ -35,11 +35,11 @@ MOST_LISTED = 3
 if TYPE_CHECKING:
     from lit_lazy.config import RunConfig
     from lit_lazy.grid.ablation import Ablation, Row
-    from lit_lazy.grid.job import Grid
     from lit_lazy.grid.question import Question
+    from lit_lazy.grid.work_records import Grid
     from lit_lazy.table.declaration import Declaration, Verdict
-    from lit_lazy.table.records import Table
-    from lit_lazy.training.execution import Execution
+    from lit_lazy.table.results_table import Table
+    from lit_lazy.training.execution_settings import Execution
 
 
 class GridRequest(NamedTuple):
@@ -181,9 +181,9 @@ def ablate_run(options: argparse.Namespace, overrides: list[str]) -> int:
     for cell in grid.cells:
         execution.accumulation_steps(cell.config["train"]["batch_size"])
     from lit_lazy.grid.cell_state import read_state
-    from lit_lazy.grid.job import LaunchOptions
-    from lit_lazy.grid.mirror import GridMirror, follow
+    from lit_lazy.grid.mlflow_mirror import GridMirror, follow
     from lit_lazy.grid.run import run_grid
+    from lit_lazy.grid.work_records import LaunchOptions
 
     check_destinations(options)
     console = plain_console()
@@ -215,8 +215,8 @@ def ablate_run(options: argparse.Namespace, overrides: list[str]) -> int:
 
 def _dry_run(options: argparse.Namespace, request: GridRequest, execution: "Execution") -> int:
     from lit_lazy.grid.estimate import print_estimate
-    from lit_lazy.grid.job import LaunchOptions
     from lit_lazy.grid.reused_results import read_row_settings
+    from lit_lazy.grid.work_records import LaunchOptions
     from lit_lazy.support.console import plain_console
 
     table = None if options.fresh else _read_looks(request, options.runs)
@@ -270,7 +270,7 @@ def check_settings(request: GridRequest, former: Mapping[str, Mapping[str, Any]]
     former: the grid's settings by row and dotted path. Other evaluations may need no training.
     """
     from lit_lazy.config.serialisation import to_dict
-    from lit_lazy.grid.merge import GONE, ChangedRowError, describe_changes
+    from lit_lazy.grid.merge_plan import GONE, ChangedRowError, describe_changes
 
     rows = [(row, ()) for row in request.ablation.all_rows if row.name in former]
     configs = request._replace(chosen=rows).apply_rows()
@@ -306,7 +306,7 @@ def _drop_finished(options: argparse.Namespace, request: GridRequest) -> "Sequen
         print("Which cells are finished is unknown until their text is tokenised; `lit-lazy tokenise` does that.")
         return request.chosen
     from lit_lazy.grid.cell_state import read_state
-    from lit_lazy.grid.merge import describe_measurable, merge_plan
+    from lit_lazy.grid.merge_plan import describe_measurable, merge_plan
     from lit_lazy.grid.run import describe_taken, find_results
 
     grid = make_grid(options, request)
@@ -344,7 +344,7 @@ def find_next_look(table: "Table", most: int | None, made: int) -> int | None:
 def describe_next_look(table: "Table", grid: "Grid", workers: int) -> str:
     """What a look left open, and the price of the next one by the time of the cells so far."""
     from lit_lazy.support.console import format_duration
-    from lit_lazy.table.verdict_text import describe_chances, describe_contrasts, describe_looks
+    from lit_lazy.table.verdict import describe_chances, describe_contrasts, describe_looks
 
     declared, verdict = table.declaration, table.verdict
     assert declared is not None
@@ -396,9 +396,9 @@ def make_grid(options: argparse.Namespace, request: GridRequest) -> "Grid":
         from lit_lazy.measure.evaluation import require_measured
 
         require_measured(request.question.primary, [row.config.data.load() for row in prepared])
-    from lit_lazy.grid.job import Grid
     from lit_lazy.grid.plan import Plan, group_keys
     from lit_lazy.grid.reused_results import take_from_files
+    from lit_lazy.grid.work_records import Grid
     from lit_lazy.table.records import RowInfo
 
     plan = Plan(

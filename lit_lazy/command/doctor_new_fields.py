@@ -120,7 +120,7 @@ def list_backends() -> Iterator[str]:
     """The attention backend that `auto` selects on this machine."""
     from lit_lazy.attention import Attention, AttentionSpec, Elastic, LearnedBias
     from lit_lazy.config import ModelConfig
-    from lit_lazy.training.execution import describe_backend, select_training_device
+    from lit_lazy.training.execution_settings import describe_backend, select_training_device
 
     shape = ModelConfig().layer_shape(0, context_length=128)
     for name, spec in (("softmax", AttentionSpec()), ("lazy", AttentionSpec(Elastic(), LearnedBias()))):

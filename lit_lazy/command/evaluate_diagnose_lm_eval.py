@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from lit_lazy.command.options import CHANGES, command, make_eviction, prepare_process, print_metrics
-from lit_lazy.support.checks import Bounds, NonEmptyText
-from lit_lazy.support.errors import naming
+from lit_lazy.support.checked_fields import Bounds, NonEmptyText
+from lit_lazy.support.error_messages import naming
 
 if TYPE_CHECKING:
     from lit_lazy.measure.lm_eval import BenchmarkResults
@@ -37,7 +37,7 @@ def evaluate_command(options: argparse.Namespace, overrides: list[str]) -> int:
     from lit_lazy.measure.evaluation import compute_size_metrics, measure_evaluation
     from lit_lazy.training import checkpoints
     from lit_lazy.training.check_before_run import check_evaluations
-    from lit_lazy.training.execution import select_training_device
+    from lit_lazy.training.execution_settings import select_training_device
     from lit_lazy.training.run import measure_model
 
     prepare_process(options)
@@ -136,7 +136,7 @@ def lm_eval(options: argparse.Namespace, _rest: list[str]) -> int:
     from lit_lazy.support.disk import check_writable_folder, write_text
     from lit_lazy.support.provenance import collect_environment
     from lit_lazy.training import checkpoints
-    from lit_lazy.training.execution import select_training_device
+    from lit_lazy.training.execution_settings import select_training_device
 
     prepare_process(options)
     if options.out is not None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lit_lazy.command.options import command, folder, path, prepare_process
-from lit_lazy.support.errors import naming
+from lit_lazy.support.error_messages import naming
 from lit_lazy.support.names_to_paths import MODEL_SOURCES, is_hub_name
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from lit_lazy.command.options import append_init_from
 from lit_lazy.support.disk import check_writable_folder, is_read_only
-from lit_lazy.support.errors import did_you_mean
+from lit_lazy.support.error_messages import did_you_mean
 from lit_lazy.support.machine import count_cores, require_memory
 from lit_lazy.support.names_to_paths import LONGEST_NAME, find, find_grids, list_available
 

@@ -23,7 +23,7 @@ from lit_lazy.command.runs_report_dashboard import add_runs_to, dashboard, mirro
 from lit_lazy.command.tokenise_train_generate import generate, tokenise, train
 from lit_lazy.config.overrides import check_field_names
 from lit_lazy.support.disk import describe_failed_write
-from lit_lazy.support.errors import UnfinishedError, describe_exception, explain, sanitise
+from lit_lazy.support.error_messages import UnfinishedError, describe_exception, explain, sanitise
 from lit_lazy.support.secrets import hide_passwords
 from lit_lazy.support.streams import prepare_streams
 

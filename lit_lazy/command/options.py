@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from lit_lazy.support.checks import (
+from lit_lazy.support.checked_fields import (
     NonEmptyText,
     NonNegativeFloat,
     NonNegativeInt,
@@ -22,12 +22,12 @@ from lit_lazy.support.checks import (
     describe_kind,
     parse,
 )
-from lit_lazy.support.errors import did_you_mean, naming, sanitise
+from lit_lazy.support.error_messages import did_you_mean, naming, sanitise
 from lit_lazy.support.names_to_paths import find, find_python_file, suggest_file
 
 if TYPE_CHECKING:
     from lit_lazy.attention import Eviction
-    from lit_lazy.training.execution import Execution
+    from lit_lazy.training.execution_settings import Execution
 
 Commands = argparse._SubParsersAction
 """The subparsers to which a command adds its parser."""
@@ -328,7 +328,7 @@ def append_init_from(options: argparse.Namespace, overrides: list[str]) -> list[
 
 def make_execution(options: argparse.Namespace) -> "Execution":
     """The execution that the options and torchrun define. Raises ValueError if the machine lacks the devices."""
-    from lit_lazy.training.execution import Execution, check_devices, read_torchrun_size
+    from lit_lazy.training.execution_settings import Execution, check_devices, read_torchrun_size
 
     launched = read_torchrun_size()
     devices = options.devices or launched or 1

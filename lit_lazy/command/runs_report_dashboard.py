@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from lit_lazy.command.grid_helpers import choose_output, open_grid_folder, require_results, require_runs
 from lit_lazy.command.options import SHARED, Commands, add_command, add_grid, add_options, command, path
-from lit_lazy.support.checks import Bounds, NonEmptyText
+from lit_lazy.support.checked_fields import Bounds, NonEmptyText
 
 if TYPE_CHECKING:
     from lit_lazy.grid.runs_folder import RunsFolder
@@ -87,7 +87,7 @@ def collect_garbage(options: argparse.Namespace, _rest: list[str]) -> int:
 
     from lit_lazy.support.console import align
     from lit_lazy.support.disk import measure_bytes
-    from lit_lazy.support.errors import sanitise
+    from lit_lazy.support.error_messages import sanitise
     from lit_lazy.support.names_to_paths import find_obstacle
 
     found = _open(options, writes=True)
@@ -228,7 +228,7 @@ def dashboard(options: argparse.Namespace, _rest: list[str]) -> int:
 @command("mirror", "send what MLflow lacks of an ablation, as after an outage", add_grid)
 def mirror(options: argparse.Namespace, _rest: list[str]) -> int:
     grid = open_grid_folder(options)
-    from lit_lazy.grid.mirror import GridMirror
+    from lit_lazy.grid.mlflow_mirror import GridMirror
     from lit_lazy.support.secrets import redact_url
     from lit_lazy.tracking.check_databases import check_store
     from lit_lazy.tracking.store_address import default_uri

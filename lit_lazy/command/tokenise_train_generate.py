@@ -20,8 +20,8 @@ from lit_lazy.command.options import (
     prepare_process,
     print_metrics,
 )
-from lit_lazy.support.checks import Bounds, NonNegativeInt
-from lit_lazy.support.errors import escape_controls
+from lit_lazy.support.checked_fields import Bounds, NonNegativeInt
+from lit_lazy.support.error_messages import escape_controls
 from lit_lazy.support.streams import is_stdout_read
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ MOST_TOKENS = 10**7
 def tokenise(options: argparse.Namespace, overrides: list[str]) -> int:
     from lit_lazy.config.overrides import apply_overrides
     from lit_lazy.config.user_files import experiment
-    from lit_lazy.support.checks import require
+    from lit_lazy.support.checked_fields import require
 
     cfg, _ = apply_overrides(experiment(options.experiment), overrides)
     folder = cfg.data.tokenise(options.processes)
@@ -217,10 +217,10 @@ def generate(options: argparse.Namespace, _rest: list[str]) -> int:
     from lit_lazy.measure.diagnostics import evaluation_mode
     from lit_lazy.model.generation import Generation, Sampling
     from lit_lazy.support.disk import open_file
-    from lit_lazy.support.errors import explain, naming
+    from lit_lazy.support.error_messages import explain, naming
     from lit_lazy.support.machine import require_memory
     from lit_lazy.training import checkpoints
-    from lit_lazy.training.execution import select_training_device
+    from lit_lazy.training.execution_settings import select_training_device
 
     evict = make_eviction(options)
     prepare_process(options)

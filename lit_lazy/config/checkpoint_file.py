@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from lit_lazy.support.checks import MOST
+from lit_lazy.support.checked_fields import MOST
 from lit_lazy.support.disk import open_file
-from lit_lazy.support.errors import describe_exception, is_larger_than
+from lit_lazy.support.error_messages import describe_exception, is_larger_than
 from lit_lazy.support.stored_records import require_known_format
 
 FORMAT = 1

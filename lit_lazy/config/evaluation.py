@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from lit_lazy.data import DataConfig
-from lit_lazy.support.checks import CheckedFields
+from lit_lazy.support.checked_fields import CheckedFields
 
 
 class Evaluation(CheckedFields, ABC):

@@ -20,7 +20,7 @@ from lit_lazy.config.evaluation import Evaluation
 from lit_lazy.config.schema import ModelConfig, RunConfig
 from lit_lazy.config.serialisation import UnknownClassError, flatten, from_dict, shorten_paths, to_dict
 from lit_lazy.support.disk import open_file
-from lit_lazy.support.errors import describe_exception, explain
+from lit_lazy.support.error_messages import describe_exception, explain
 from lit_lazy.support.imported_code import locate, read_code, require_unedited
 from lit_lazy.support.names_to_paths import suggest_file
 

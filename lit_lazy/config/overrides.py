@@ -15,8 +15,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from lit_lazy.config.serialisation import find_leaf_classes, flatten, get_default, get_leaf_class, to_dict
-from lit_lazy.support.checks import describe_kind, field_types, is_exchangeable, is_group, parse, require_decorated
-from lit_lazy.support.errors import did_you_mean, one_line
+from lit_lazy.support.checked_fields import (
+    describe_kind,
+    field_types,
+    is_exchangeable,
+    is_group,
+    parse,
+    require_decorated,
+)
+from lit_lazy.support.error_messages import did_you_mean, one_line
 
 if TYPE_CHECKING:
     from lit_lazy.config.schema import RunConfig

@@ -9,7 +9,7 @@ from lit_lazy.attention.normaliser import AttentionBackend
 from lit_lazy.config.evaluation import Evaluation
 from lit_lazy.data import DataConfig
 from lit_lazy.optim import AdamW, Cosine, Distillation, NoDistillation, Optimiser, Schedule
-from lit_lazy.support.checks import (
+from lit_lazy.support.checked_fields import (
     MOST_FACTOR,
     MOST_RATE,
     BelowOne,

@@ -12,8 +12,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
-from lit_lazy.support.checks import field_types, list_types
-from lit_lazy.support.errors import did_you_mean, short_repr
+from lit_lazy.support.checked_fields import field_types, list_types
+from lit_lazy.support.error_messages import did_you_mean, short_repr
 from lit_lazy.support.stored_records import make_value
 
 T = TypeVar("T")

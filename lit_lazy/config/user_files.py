@@ -13,7 +13,7 @@ from typing import Any
 
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.serialisation import replace_at
-from lit_lazy.support.errors import describe_exception, one_line, short_repr
+from lit_lazy.support.error_messages import describe_exception, one_line, short_repr
 from lit_lazy.support.imported_code import find_local_files, forget_unimported, keep_files, require_unedited
 from lit_lazy.support.names_to_paths import find
 from lit_lazy.support.provenance import find_last_commit

@@ -10,7 +10,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lit_lazy.data.source_interface import IGNORED, Batch, DataConfig, DataSource, TokenDataset, fingerprint
+    from lit_lazy.data.source_interface import DataConfig, DataSource, fingerprint
+    from lit_lazy.data.token_dataset import IGNORED, Batch, TokenDataset
 
 __all__ = ["IGNORED", "Batch", "DataConfig", "DataSource", "TokenDataset", "fingerprint"]
 
@@ -21,7 +22,8 @@ MOST_PASSES = 16
 def __getattr__(name: str) -> Any:
     """Import what is asked for when it is (PEP 562), as the functions on facts need no torch."""
     if name in __all__:
-        return getattr(import_module("lit_lazy.data.source_interface"), name)
+        module = "token_dataset" if name in ("IGNORED", "Batch", "TokenDataset") else "source_interface"
+        return getattr(import_module(f"lit_lazy.data.{module}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -12,9 +12,10 @@ from typing import Annotated, NamedTuple
 
 import numpy as np
 
-from lit_lazy.data.source_interface import Outline, TokenDataset
+from lit_lazy.data.source_interface import Outline
 from lit_lazy.data.synthetic_task import ORACLE, Splits, SyntheticTask, make_dataset
-from lit_lazy.support.checks import Bounds, NonNegativeInt, PositiveInt, check_value
+from lit_lazy.data.token_dataset import TokenDataset
+from lit_lazy.support.checked_fields import Bounds, NonNegativeInt, PositiveInt, check_value
 
 BYTES_PER_TOKEN = 10
 """One token, its two row-group flags, and the oracle's loss."""

@@ -6,9 +6,10 @@ from typing import Annotated
 
 import numpy as np
 
-from lit_lazy.data.source_interface import IGNORED, Outline, TokenDataset
+from lit_lazy.data.source_interface import Outline
 from lit_lazy.data.synthetic_task import Splits, SyntheticTask, make_dataset
-from lit_lazy.support.checks import Bounds, NonNegativeInt, PositiveFloat, PositiveInt, check_value, require
+from lit_lazy.data.token_dataset import IGNORED, TokenDataset
+from lit_lazy.support.checked_fields import Bounds, NonNegativeInt, PositiveFloat, PositiveInt, check_value, require
 
 
 @dataclass(frozen=True)

@@ -16,12 +16,12 @@ from typing import Literal, NamedTuple
 
 from packaging.version import Version
 
+from lit_lazy.data.pipeline.corpus_cache import Corpus, cache_folder, make_once
 from lit_lazy.data.pipeline.documents import Files, Source
 from lit_lazy.data.pipeline.shards import hash_document
 from lit_lazy.data.pipeline.tokeniser import END_OF_TEXT, TokenizerSpec
-from lit_lazy.data.pipeline.tokens import Corpus, cache_folder, make_once
 from lit_lazy.data.text import Text
-from lit_lazy.support.checks import require
+from lit_lazy.support.checked_fields import require
 
 PACKAGES = {
     "GitPython": "3.2.1",

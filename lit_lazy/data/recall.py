@@ -11,9 +11,10 @@ from typing import Annotated
 
 import numpy as np
 
-from lit_lazy.data.source_interface import IGNORED, Outline, TokenDataset
+from lit_lazy.data.source_interface import Outline
 from lit_lazy.data.synthetic_task import PairVocabulary, Splits, SyntheticTask, draw_permutations, make_dataset
-from lit_lazy.support.checks import Bounds, NonNegativeInt, PositiveInt, check_value, require
+from lit_lazy.data.token_dataset import IGNORED, TokenDataset
+from lit_lazy.support.checked_fields import Bounds, NonNegativeInt, PositiveInt, check_value, require
 
 
 @dataclass(frozen=True)

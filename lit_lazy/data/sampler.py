@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 from torch.utils.data import DataLoader, Sampler
 
-from lit_lazy.data.source_interface import Batch, DataSource
-from lit_lazy.support.checks import require
+from lit_lazy.data.source_interface import DataSource
+from lit_lazy.data.token_dataset import Batch
+from lit_lazy.support.checked_fields import require
 
 
 @dataclass(frozen=True)

@@ -3,17 +3,15 @@
 import dataclasses
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import torch
-from torch import Tensor
-from torch.utils.data import Dataset
 
-from lit_lazy.support.checks import (
+from lit_lazy.data.token_dataset import TokenDataset
+from lit_lazy.support.checked_fields import (
     Bounds,
     CheckedFields,
     NonEmptyText,
@@ -30,11 +28,6 @@ if TYPE_CHECKING:
 
     from lit_lazy.data.pipeline.tokeniser import Tokenizer
 
-Batch = dict[str, Tensor]
-IGNORED = -100
-"""Target value excluded from every loss."""
-CHECKED_SEQUENCES = 64
-"""Sequences whose tokens are checked; a corpus may exceed the memory."""
 FACTS = {
     **dict.fromkeys(("optimum_nats", "chance_nats", "unigram_bits_per_byte", "trigram_bits_per_byte"), float),
     **dict.fromkeys(("validation_overlap", "lossy_documents"), Share),
@@ -42,8 +35,6 @@ FACTS = {
     "train_tokens": PositiveInt,
 }
 """What `DataSource.info` may hold that figures are computed from."""
-SEQUENCES_AT_ONCE = 1024
-"""Sequences whose targets are counted at a time."""
 
 
 @dataclass(frozen=True)
@@ -116,116 +107,6 @@ class DataConfig(CheckedFields, ABC, prefix="data."):
     def hash_tokenizer(self) -> str | None:
         """Digest of the tokeniser's file; None for a source without such a file."""
         return None
-
-
-class TokenDataset(Dataset[Batch]):
-    """Next-token sequences with facts about each position.
-
-    `sequences` is an integer tensor `[N, L + 1]` of any width. An item holds `tokens` (all but the last) and `targets`
-    (all but the first), int64 `[L]`, and the item's row of every tensor `[N, L]` in `positions`.
-    `__getitems__` returns a complete batch `[B, L]`: use a DataLoader with an identity `collate_fn`.
-    """
-
-    def __init__(
-        self,
-        sequences: Tensor,
-        positions: Batch | None = None,
-        targets: Tensor | None = None,
-        check: Callable[[int | list[int]], object] | None = None,
-    ):
-        """All may be arrays too. targets: integer `[N, L]`, predicted instead of the next tokens; `IGNORED` for no
-        prediction.
-
-        Every sequence must have the same number of predicted targets, so that the mean loss over the parts of a batch
-        equals that of the batch.
-        check: called with the indices of sequences before they are read.
-        """
-        self.sequences = torch.as_tensor(sequences)
-        self.positions = {name: torch.as_tensor(values) for name, values in (positions or {}).items()}
-        self.targets = None if targets is None else torch.as_tensor(targets)
-        self.check = check
-
-    @cached_property
-    def target_numbers(self) -> list[int]:
-        """The numbers of predicted targets that sequences have: all the same, if `targets` are right."""
-        if self.targets is None:
-            return [self.sequences.shape[1] - 1]
-        blocks = self.targets.split(SEQUENCES_AT_ONCE)
-        return sorted({number for block in blocks for number in (block.long() != IGNORED).sum(1).tolist()})
-
-    def check_contents(self, name: str, vocab_size: int, context_length: int) -> None:
-        """Raise a one-line ValueError, which begins with a name, unless a model of these sizes can learn from it."""
-        tokens, shape = self.sequences, [len(self), context_length]
-        widths = {name: (tokens, context_length + 1)}
-        if self.targets is not None:
-            widths[f"{name}: targets"] = self.targets, context_length
-        for what, (x, width) in widths.items():
-            fits = list(x.shape) == [len(self), width] and not x.is_floating_point()
-            require(fits, what, f"{x.dtype} {list(x.shape)}", f"must be whole numbers of shape {[len(self), width]}")
-        for what, x in self.positions.items():
-            require(list(x.shape) == shape, f"{name}: positions[{what!r}]", list(x.shape), f"must be of shape {shape}")
-        require(len(tokens) > 0, name, list(tokens.shape), "must hold at least one sequence")
-        least, most = (int(x) for x in tokens[:CHECKED_SEQUENCES].long().aminmax())
-        require(least >= 0 and most < vocab_size, name, [least, most], f"tokens must be 0 to {vocab_size - 1}")
-        if self.targets is None:
-            return
-        sample, name = self.targets[:CHECKED_SEQUENCES].long(), f"{name}: targets"
-        invalid = sample[(sample != IGNORED) & ((sample < 0) | (sample >= vocab_size))].unique().tolist()
-        require(not invalid, name, invalid, f"must be 0 to {vocab_size - 1}, or {IGNORED} where nothing is predicted")
-        numbers = self.target_numbers
-        fix = "every sequence must have the same number, at least 1"
-        require(numbers[0] > 0 and len(numbers) == 1, name, numbers, fix)
-
-    def __len__(self) -> int:
-        return len(self.sequences)
-
-    def __getitem__(self, index: int) -> Batch:
-        return self._batch(index)
-
-    def __getitems__(self, indices: list[int]) -> Batch:
-        return self._batch(indices)
-
-    def _batch(self, index: int | list[int]) -> Batch:
-        if self.check:
-            self.check(index)
-        sequences = self.sequences[index].long()
-        targets = sequences[..., 1:] if self.targets is None else self.targets[index].long()
-        positions = {name: values[index] for name, values in self.positions.items()}
-        return {"tokens": sequences[..., :-1].contiguous(), "targets": targets.contiguous(), **positions}
-
-
-class DocumentDataset(TokenDataset):
-    """Windows of concatenated documents; each item has `place`, the positions of its tokens in their documents.
-
-    `place` is int64 `[L]`, counted from 0 at the document's first token inside the window.
-    """
-
-    def __init__(
-        self,
-        sequences: Tensor,
-        starts: "np.ndarray",
-        ends: "np.ndarray",
-        check: Callable[[int | list[int]], object] | None = None,
-    ) -> None:
-        """starts `[N]`: offset of each window in the text; ends `[documents]`: offset of each document's end.
-
-        check: as for `TokenDataset`.
-        """
-        super().__init__(sequences, check=check)
-        self.starts, self.ends = starts, ends
-
-    def _batch(self, index: int | list[int]) -> Batch:
-        batch = super()._batch(index)
-        starts, length = self.starts[index], self.sequences.shape[1] - 1
-        places = torch.stack([self._places(start, length) for start in starts.reshape(-1)])
-        return batch | {"place": places.view(batch["tokens"].shape)}
-
-    def _places(self, start: int, length: int) -> Tensor:
-        first, last = self.ends.searchsorted([start, start + length - 1], side="right")
-        begins = torch.from_numpy(self.ends[first:last] - start)
-        document_start = torch.zeros(length, dtype=torch.int64)
-        document_start[begins] = begins
-        return torch.arange(length) - document_start.cummax(0).values
 
 
 @dataclass(frozen=True)

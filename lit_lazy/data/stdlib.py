@@ -17,8 +17,9 @@ import torch
 
 from lit_lazy.data.pipeline.tokeniser import ByteTokenizer
 from lit_lazy.data.sampler import pick_evenly
-from lit_lazy.data.source_interface import DataConfig, DataSource, TokenDataset, fingerprint
-from lit_lazy.support.checks import Bounds, PositiveInt, require
+from lit_lazy.data.source_interface import DataConfig, DataSource, fingerprint
+from lit_lazy.data.token_dataset import TokenDataset
+from lit_lazy.support.checked_fields import Bounds, PositiveInt, require
 
 # Tests, installed packages, and two generated parts: the character tables, so similar that a split by file would leak
 # them into validation, and the manual as one string literal, which would be half of the validation text.

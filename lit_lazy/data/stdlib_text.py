@@ -9,7 +9,7 @@ from lit_lazy.data.pipeline.documents import Files, Source
 from lit_lazy.data.pipeline.tokeniser import TokenizerSpec
 from lit_lazy.data.stdlib import find_sources, is_validation
 from lit_lazy.data.text import Text
-from lit_lazy.support.checks import require
+from lit_lazy.support.checked_fields import require
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,8 @@ from typing import ClassVar, TypeVar
 import numpy as np
 import torch
 
-from lit_lazy.data.source_interface import IGNORED, DataConfig, DataSource, TokenDataset, fingerprint
+from lit_lazy.data.source_interface import DataConfig, DataSource, fingerprint
+from lit_lazy.data.token_dataset import IGNORED, TokenDataset
 from lit_lazy.support.machine import require_memory
 
 ORACLE = "oracle_nll"

@@ -12,12 +12,7 @@ from typing import Annotated
 import numpy as np
 import torch
 
-from lit_lazy.data.pipeline.documents import Files, Source
-from lit_lazy.data.pipeline.files import find_files
-from lit_lazy.data.pipeline.hub import Hub
-from lit_lazy.data.pipeline.shards import LAYOUT, FileJob
-from lit_lazy.data.pipeline.tokeniser import BYTES, Tokenizer, TokenizerSpec
-from lit_lazy.data.pipeline.tokens import (
+from lit_lazy.data.pipeline.corpus_cache import (
     PARTS,
     Corpus,
     CorpusPlan,
@@ -27,12 +22,18 @@ from lit_lazy.data.pipeline.tokens import (
     read_stamp,
     write_corpus,
 )
+from lit_lazy.data.pipeline.documents import Files, Source
+from lit_lazy.data.pipeline.files import find_files
+from lit_lazy.data.pipeline.hub import Hub
+from lit_lazy.data.pipeline.shards import LAYOUT, FileJob
+from lit_lazy.data.pipeline.tokeniser import BYTES, Tokenizer, TokenizerSpec
 from lit_lazy.data.sampler import pick_evenly
-from lit_lazy.data.source_interface import DataConfig, DataSource, DocumentDataset, Outline, SpecialTokens, TokenDataset
+from lit_lazy.data.source_interface import DataConfig, DataSource, Outline, SpecialTokens
 from lit_lazy.data.stdlib import ByteTrigram, cut_windows, trigrams
-from lit_lazy.support.checks import Bounds, PositiveInt, check_value, require
+from lit_lazy.data.token_dataset import DocumentDataset, TokenDataset
+from lit_lazy.support.checked_fields import Bounds, PositiveInt, check_value, require
 from lit_lazy.support.console import format_count, plain_console
-from lit_lazy.support.errors import short_repr
+from lit_lazy.support.error_messages import short_repr
 
 MOST_OVERLAP = 0.1
 """Largest share of a separate validation text that may be in the training text too, unless asked for."""

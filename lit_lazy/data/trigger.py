@@ -11,9 +11,10 @@ from typing import Annotated
 
 import numpy as np
 
-from lit_lazy.data.source_interface import Outline, TokenDataset
+from lit_lazy.data.source_interface import Outline
 from lit_lazy.data.synthetic_task import ORACLE, Splits, SyntheticTask, make_dataset
-from lit_lazy.support.checks import Bounds, NonNegativeInt, PositiveInt
+from lit_lazy.data.token_dataset import TokenDataset
+from lit_lazy.support.checked_fields import Bounds, NonNegativeInt, PositiveInt
 
 BYTES_PER_TOKEN = 40
 """Token, target, groups and oracle, and what drawing them takes."""

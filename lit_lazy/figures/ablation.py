@@ -25,10 +25,10 @@ from lit_lazy.figures.canvas import (
     use_style,
 )
 from lit_lazy.figures.label_placement import Label, place_labels
-from lit_lazy.support.outliers import compute_far_limit
+from lit_lazy.support.scale_limit import compute_far_limit
 from lit_lazy.table.column_statistics import Measure
 from lit_lazy.table.columns import Column, shorten_learned
-from lit_lazy.table.records import Table
+from lit_lazy.table.results_table import Table
 
 Metrics = Mapping[str, Sequence[tuple[int, float]]]
 """(step, value) pairs of one seed, by metric."""

@@ -21,7 +21,7 @@ from matplotlib.ticker import FuncFormatter, NullLocator
 
 from lit_lazy.support.disk import write_atomically
 from lit_lazy.support.imported_code import read_constants
-from lit_lazy.table.records import Table
+from lit_lazy.table.results_table import Table
 
 STYLE = Path(__file__).with_name("style.mplstyle")
 FIRST, SECOND, NEUTRAL = "#0072B2", "#D55E00", "#595959"

@@ -15,7 +15,8 @@ from matplotlib.patches import Patch
 from lit_lazy.figures.canvas import BETTER, NEUTRAL, WIDTH, WORSE, choose_rows, draw_legend_below, new_figure, use_style
 from lit_lazy.table.columns import Column
 from lit_lazy.table.declaration import BY_STATEMENT, Declaration, Finding
-from lit_lazy.table.records import Table, TableRow
+from lit_lazy.table.records import TableRow
+from lit_lazy.table.results_table import Table
 from lit_lazy.table.sequential_looks import Region, compute_support_interval, list_regions
 from lit_lazy.table.statistics import Effect
 

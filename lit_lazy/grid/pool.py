@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from lit_lazy.grid.ablation import Cell
-from lit_lazy.grid.job import Ending, Job
+from lit_lazy.grid.work_records import Ending, Job
 
 PRELOADED = ["lit_lazy.grid.worker", "lit_lazy.grid.pool"]
 

@@ -14,10 +14,11 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from lit_lazy.grid.cell_record import CellRecord
 from lit_lazy.grid.cell_state import Holder, find_dead
-from lit_lazy.grid.grid_folder import CellRecord, GridFolder
+from lit_lazy.grid.grid_folder import GridFolder
 from lit_lazy.support.console import format_duration
-from lit_lazy.support.errors import sanitise
+from lit_lazy.support.error_messages import sanitise
 from lit_lazy.training.run_folder import METRICS, TAIL_BYTES, read_lines
 
 PLAIN_EVERY_SECONDS = 15.0

@@ -12,8 +12,8 @@ from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.serialisation import to_dict
 from lit_lazy.config.user_files import hash_uncommitted, load_attribute
 from lit_lazy.grid.ablation import Ablation, Row, load_defined, require_distinct, require_known
-from lit_lazy.support.checks import NonEmptyText, check_kinds, require
-from lit_lazy.support.errors import naming
+from lit_lazy.support.checked_fields import NonEmptyText, check_kinds, require
+from lit_lazy.support.error_messages import naming
 from lit_lazy.support.names_to_paths import PROJECT
 from lit_lazy.support.provenance import find_last_commit
 from lit_lazy.table.build import TABLE, read_table

@@ -22,11 +22,11 @@ from ray.exceptions import RayError, RayTaskError
 
 from lit_lazy.grid.ablation import Cell
 from lit_lazy.grid.cell_state import read_files
-from lit_lazy.grid.job import Ending, Job
 from lit_lazy.grid.pool import Pool
+from lit_lazy.grid.work_records import Ending, Job
 from lit_lazy.grid.worker import execute, log_by, prepare_process
 from lit_lazy.support.disk import PRIVATE
-from lit_lazy.support.errors import describe_exception
+from lit_lazy.support.error_messages import describe_exception
 from lit_lazy.support.machine import count_cores
 from lit_lazy.training.interrupts import Interrupts
 from lit_lazy.training.run_folder import (

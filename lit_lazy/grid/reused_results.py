@@ -14,9 +14,9 @@ from lit_lazy.config.serialisation import flatten, from_dict
 from lit_lazy.grid.ablation import Cell
 from lit_lazy.grid.cell_state import put, read_files
 from lit_lazy.grid.grid_folder import ASIDE, GridFolder
-from lit_lazy.support.checks import Bounds, check_value, require
+from lit_lazy.support.checked_fields import Bounds, check_value, require
 from lit_lazy.support.disk import open_file, write_atomically
-from lit_lazy.support.errors import explain
+from lit_lazy.support.error_messages import explain
 from lit_lazy.support.stored_records import parse_json, require_known_format
 from lit_lazy.table.records import check_row_name
 from lit_lazy.training.check_before_run import load_data

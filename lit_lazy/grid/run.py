@@ -15,20 +15,20 @@ from rich.console import Console
 from lit_lazy.grid.ablation import Cell
 from lit_lazy.grid.cell_state import Holder, State, clear_leftovers, find_dead, put, read_state
 from lit_lazy.grid.grid_folder import ASIDE, DamagedPlanError, read_grid
-from lit_lazy.grid.job import Ending, Grid, Job, LaunchOptions, Work, is_over
-from lit_lazy.grid.merge import describe_measurable, merge_plan
+from lit_lazy.grid.merge_plan import describe_measurable, merge_plan
 from lit_lazy.grid.plan import PLAN
 from lit_lazy.grid.pool import LocalPool, Pool
 from lit_lazy.grid.progress import FINISHED, Progress, describe_training
 from lit_lazy.grid.reused_results import TakenResult, find_shared, read_end
 from lit_lazy.grid.study import GridStudy
+from lit_lazy.grid.work_records import Ending, Grid, Job, LaunchOptions, Work, is_over
 from lit_lazy.support.disk import is_disk_full, quarantine, write_text
-from lit_lazy.support.errors import UnfinishedError, describe_exception, one_line
+from lit_lazy.support.error_messages import UnfinishedError, describe_exception, one_line
 from lit_lazy.support.locks import describe_leases, hold_shared, is_shared, make_file_lock
 from lit_lazy.support.provenance import git_sha, is_earlier
-from lit_lazy.table.records import Table
 from lit_lazy.table.render import is_saved, save
-from lit_lazy.training.execution import find_missing_backend
+from lit_lazy.table.results_table import Table
+from lit_lazy.training.execution_settings import find_missing_backend
 from lit_lazy.training.run_folder import CELLS, RunResult, clear_failure, is_locked, locate_cell, read_grid_id
 
 POLL_SECONDS = 0.2

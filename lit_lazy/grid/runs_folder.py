@@ -11,7 +11,7 @@ from lit_lazy.grid.grid_folder import ASIDE, GridFolder
 from lit_lazy.grid.plan import PLAN
 from lit_lazy.grid.run import find_users
 from lit_lazy.support.disk import find_leftovers, measure_bytes, remove_unused
-from lit_lazy.support.errors import did_you_mean
+from lit_lazy.support.error_messages import did_you_mean
 from lit_lazy.support.names_to_paths import delete, find_grids, is_entry_name, join_name, require_deletable
 from lit_lazy.tracking.store_address import ARTIFACTS, read_run_address, sqlite_file
 from lit_lazy.tracking.tracker import Tracker, list_experiment_names

@@ -10,11 +10,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from lit_lazy.grid.ablation import FirstStageMissing, Row, require_known
-from lit_lazy.support.checks import require
+from lit_lazy.support.checked_fields import require
 from lit_lazy.support.disk import write_text
-from lit_lazy.support.errors import explain
+from lit_lazy.support.error_messages import explain
 from lit_lazy.support.names_to_paths import PROJECT
-from lit_lazy.table.records import Table
+from lit_lazy.table.results_table import Table
 
 RATES = "ablations/rates.json"
 """In the working directory or the project."""

@@ -19,7 +19,7 @@ from optuna.trial import Trial, TrialState
 from sqlalchemy.exc import SQLAlchemyError
 
 from lit_lazy.support.disk import check_writable_folder, is_disk_full, quarantine
-from lit_lazy.support.errors import describe_exception
+from lit_lazy.support.error_messages import describe_exception
 from lit_lazy.support.locks import make_file_lock
 from lit_lazy.support.secrets import redact_url
 from lit_lazy.tracking.check_databases import check_database, make_engine_options

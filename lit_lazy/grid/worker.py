@@ -19,9 +19,9 @@ from lit_lazy.config.serialisation import from_dict
 from lit_lazy.config.user_files import load_module
 from lit_lazy.grid.ablation import Cell
 from lit_lazy.grid.cell_state import claim, give_back
-from lit_lazy.grid.job import Ending, Job
+from lit_lazy.grid.work_records import Ending, Job
 from lit_lazy.support.disk import describe_failed_write, is_disk_full, open_private
-from lit_lazy.support.errors import BusyError, UnfinishedError, describe_exception, one_line
+from lit_lazy.support.error_messages import BusyError, UnfinishedError, describe_exception, one_line
 from lit_lazy.support.provenance import git_sha
 from lit_lazy.support.secrets import RedactingFormatter
 from lit_lazy.training.callbacks_and_loggers import AtStart, MissedValidation

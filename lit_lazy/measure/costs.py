@@ -17,7 +17,7 @@ from lit_lazy.data import Batch, DataConfig
 from lit_lazy.measure.diagnostics import evaluation_mode, hook_layers, sample_validation
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.model.loss import token_nll
-from lit_lazy.support.checks import Bounds, PositiveInt, require
+from lit_lazy.support.checked_fields import Bounds, PositiveInt, require
 from lit_lazy.support.machine import measure_saved_bytes, time_in_turns
 
 Attended = tuple[Attention, AttentionCall]

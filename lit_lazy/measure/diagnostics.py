@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from lit_lazy.attention import Attention, AttentionCall, Cache
 from lit_lazy.attention.normaliser import AttentionBackend
 from lit_lazy.data.sampler import pick_evenly
-from lit_lazy.data.source_interface import IGNORED, Batch, DataSource
+from lit_lazy.data.source_interface import DataSource
+from lit_lazy.data.token_dataset import IGNORED, Batch
 from lit_lazy.measure.collapse_and_sink_kinds import Collapse, SinkKinds, repeated_gap
 from lit_lazy.measure.diagnostic_arrays import Diagnostics, pool
 from lit_lazy.measure.head_metrics import Entropy, Mass, Sink, Sparsity, Spread, ValueNorms

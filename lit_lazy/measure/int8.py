@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 from lit_lazy.config.evaluation import Evaluation
 from lit_lazy.data import DataConfig
-from lit_lazy.data.source_interface import Batch
+from lit_lazy.data.token_dataset import Batch
 from lit_lazy.measure.diagnostics import SAMPLE, evaluation_mode, hook_inputs, iter_parts, sample_validation
 from lit_lazy.measure.lengths import make_loss_metrics
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.model.loss import head_nll, mean_nll
-from lit_lazy.support.checks import PositiveInt
+from lit_lazy.support.checked_fields import PositiveInt
 
 LARGEST = 127
 """Largest int8 of a symmetric scale."""

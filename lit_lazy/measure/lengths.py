@@ -15,7 +15,8 @@ from flash_lazy import Rows
 from lit_lazy.attention import Eviction
 from lit_lazy.config.evaluation import Evaluation
 from lit_lazy.data import DataConfig
-from lit_lazy.data.source_interface import IGNORED, Batch, DataSource
+from lit_lazy.data.source_interface import DataSource
+from lit_lazy.data.token_dataset import IGNORED, Batch
 from lit_lazy.measure.diagnostic_arrays import pool
 from lit_lazy.measure.diagnostics import (
     SAMPLE,
@@ -28,7 +29,7 @@ from lit_lazy.measure.diagnostics import (
 )
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.model.loss import token_nll
-from lit_lazy.support.checks import Bounds, NonNegativeInt, PositiveInt, require
+from lit_lazy.support.checked_fields import Bounds, NonNegativeInt, PositiveInt, require
 
 STREAMED = "streamed/"
 """Prefix of names measured with an evicting cache."""

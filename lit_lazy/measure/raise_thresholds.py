@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from lit_lazy.data.source_interface import Batch
+from lit_lazy.data.token_dataset import Batch
 from lit_lazy.measure.diagnostics import evaluation_mode
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.model.loss import head_nll, mean_nll
-from lit_lazy.support.checks import PositiveFloat, check_value
+from lit_lazy.support.checked_fields import PositiveFloat, check_value
 
 log = logging.getLogger("lit_lazy.measure.raise_thresholds")
 LARGEST = 4.0

@@ -22,11 +22,12 @@ from lit_lazy.config.evaluation import Evaluation
 from lit_lazy.data import DataConfig
 from lit_lazy.data.pipeline.tokeniser import Tokenizer
 from lit_lazy.data.sampler import pick_evenly
-from lit_lazy.data.source_interface import IGNORED, Batch, DataSource
+from lit_lazy.data.source_interface import DataSource
+from lit_lazy.data.token_dataset import IGNORED, Batch
 from lit_lazy.measure.diagnostics import evaluation_mode, iter_parts
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.model.generation import Prompts
-from lit_lazy.support.checks import Bounds, NonNegativeInt, PositiveInt, Share, require
+from lit_lazy.support.checked_fields import Bounds, NonNegativeInt, PositiveInt, Share, require
 
 FILLER = ("The grass is green.", "The sky is blue.", "The sun is yellow.", "Here we go.", "There and back again.")
 NAMES = ("apple", "bell", "boat", "book", "coat", "cup", "door", "drum", "flag", "kite", "lamp", "leaf", "ring", "tree")

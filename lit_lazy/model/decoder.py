@@ -12,7 +12,7 @@ from flash_lazy import Stats
 from lit_lazy.attention import Attention, Cache, Eviction, MixerModule, PassInputs, StreamingCache
 from lit_lazy.attention.mixer import SelfInitialised
 from lit_lazy.config.schema import ModelConfig
-from lit_lazy.support.errors import one_line
+from lit_lazy.support.error_messages import one_line
 
 
 class SwiGLU(nn.Module):

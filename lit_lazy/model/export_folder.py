@@ -15,7 +15,7 @@ from lit_lazy.config.serialisation import to_dict
 from lit_lazy.data.source_interface import SpecialTokens
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.model.export_sources import collect_sources
-from lit_lazy.support.checks import require
+from lit_lazy.support.checked_fields import require
 
 FIELDS = {
     *("d_model", "n_layers", "n_heads", "n_kv_heads", "head_dim", "d_ff", "mlp_bias", "norm_eps", "tie_embeddings"),

@@ -11,8 +11,8 @@ from torch import Tensor
 from lit_lazy.attention import Cache, Eviction
 from lit_lazy.data.source_interface import DataConfig, SpecialTokens
 from lit_lazy.model.decoder import DecoderLM, parameter_generator
-from lit_lazy.support.checks import Bounds, CheckedFields, NonNegativeFloat, require
-from lit_lazy.support.errors import describe_exception, short_repr
+from lit_lazy.support.checked_fields import Bounds, CheckedFields, NonNegativeFloat, require
+from lit_lazy.support.error_messages import describe_exception, short_repr
 
 if TYPE_CHECKING:
     from lit_lazy.data.pipeline.tokeniser import Tokenizer

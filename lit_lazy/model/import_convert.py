@@ -16,7 +16,7 @@ from lit_lazy.attention import AttentionSpec, NoPosition, Position, Rope
 from lit_lazy.attention.position import DynamicScaling, GivenFrequencies, RopeScaling
 from lit_lazy.config.schema import ModelConfig
 from lit_lazy.model.decoder import DecoderLM, build_empty
-from lit_lazy.support.errors import describe_exception
+from lit_lazy.support.error_messages import describe_exception
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

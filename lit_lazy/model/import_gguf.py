@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lit_lazy.data.pipeline.tokeniser import build_bpe
 from lit_lazy.model.import_convert import PARTS
-from lit_lazy.support.errors import describe_exception, one_line, short_repr
+from lit_lazy.support.error_messages import describe_exception, one_line, short_repr
 from lit_lazy.support.machine import require_memory
 
 PAIRED = {"llama": True, "qwen2": False, "qwen3": False}

@@ -16,7 +16,7 @@ from torch import Tensor
 from lit_lazy.data.pipeline.tokeniser import parse_tokenizer
 from lit_lazy.model.import_convert import find_parts
 from lit_lazy.support.disk import open_file
-from lit_lazy.support.errors import describe_exception, one_line, short_repr
+from lit_lazy.support.error_messages import describe_exception, one_line, short_repr
 from lit_lazy.support.machine import require_memory
 from lit_lazy.support.names_to_paths import MODEL_SOURCES, PICKLES, is_hub_name
 

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from lit_lazy.data.source_interface import IGNORED
+from lit_lazy.data.token_dataset import IGNORED
 
 HiddenAndHead = tuple[Tensor, Tensor]
 LOGITS_AT_ONCE = 2**26

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lit_lazy.support.checks import MOST_FACTOR, BelowOne, Bounds, CheckedFields, PositiveFloat, require
+from lit_lazy.support.checked_fields import MOST_FACTOR, BelowOne, Bounds, CheckedFields, PositiveFloat, require
 
 Group = dict[str, Any]
 """A parameter group of torch: `params` with their `lr` and `weight_decay`."""

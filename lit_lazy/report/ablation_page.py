@@ -17,19 +17,20 @@ from urllib.parse import urlsplit
 from markupsafe import Markup
 from matplotlib.figure import Figure
 
-from lit_lazy.figures import ablation, canvas, effects, heads
+from lit_lazy.figures import ablation, canvas, diagnostics, effects
 from lit_lazy.figures.ablation import Histories
-from lit_lazy.grid.grid_folder import CellRecord, GridFolder, read_grid
+from lit_lazy.grid.cell_record import CellRecord
+from lit_lazy.grid.grid_folder import GridFolder, read_grid
 from lit_lazy.measure.diagnostic_arrays import Diagnostics
 from lit_lazy.support.disk import write_text
-from lit_lazy.support.errors import did_you_mean
+from lit_lazy.support.error_messages import did_you_mean
 from lit_lazy.support.secrets import redact_url
 from lit_lazy.table.build import TABLE, read_table, recompute_statistics
 from lit_lazy.table.columns import shorten_learned
 from lit_lazy.table.declaration import Declaration
-from lit_lazy.table.document_blocks import render_template
-from lit_lazy.table.records import Table
+from lit_lazy.table.document_formats import render_template
 from lit_lazy.table.render import FILES, render_html_parts, save
+from lit_lazy.table.results_table import Table
 from lit_lazy.tracking.store_address import read_run_address, run_link
 from lit_lazy.training.run_folder import DIAGNOSTICS, METRICS, read_lines
 
@@ -241,7 +242,7 @@ def _draw_run_figures(data: _ReportData) -> tuple[list[tuple[str, int, list[dict
             name = f"{row.variant}, seed {cell.seed}"
             if (stored := cell.folder / DIAGNOSTICS).exists():
                 arrays = Diagnostics.load(io.BytesIO(stored.read_bytes())).arrays
-                drawn.append((row.variant, cell.seed, _render_images(heads.draw_run_figures(arrays, name))))
+                drawn.append((row.variant, cell.seed, _render_images(diagnostics.draw_run_figures(arrays, name))))
                 break
             without.append(Markup("{}: {} has no {}").format(name, data.format_key(cell), DIAGNOSTICS))
     return drawn, without

@@ -16,7 +16,7 @@ from lit_lazy.config.serialisation import to_dict
 from lit_lazy.config.user_files import load_experiment
 from lit_lazy.data import DataConfig, DataSource
 from lit_lazy.figures.canvas import save_figures
-from lit_lazy.figures.heads import RUN_FIGURES, draw_run_figures
+from lit_lazy.figures.diagnostics import RUN_FIGURES, draw_run_figures
 from lit_lazy.measure import lengths
 from lit_lazy.measure.attention_metrics import FIRST_KEY_MIN_POSITION
 from lit_lazy.measure.diagnostic_arrays import Diagnostics
@@ -25,7 +25,7 @@ from lit_lazy.measure.raise_thresholds import raise_thresholds
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.support.console import format_duration
 from lit_lazy.support.disk import check_writable_folder, write_text
-from lit_lazy.support.errors import UnfinishedError, naming
+from lit_lazy.support.error_messages import UnfinishedError, naming
 from lit_lazy.support.names_to_paths import find, join_name
 from lit_lazy.support.provenance import collect_environment
 from lit_lazy.support.secrets import format_command_line
@@ -34,7 +34,7 @@ from lit_lazy.tracking.store_address import TrackingError, default_uri
 from lit_lazy.tracking.tracker import Tracker
 from lit_lazy.training import checkpoints
 from lit_lazy.training.check_before_run import load_data
-from lit_lazy.training.execution import select_training_device
+from lit_lazy.training.execution_settings import select_training_device
 from lit_lazy.training.head_monitor import STATE_KEY, History, make_history_arrays, read_history
 from lit_lazy.training.module import LitLM
 from lit_lazy.training.run_folder import FINAL_CHECKPOINT

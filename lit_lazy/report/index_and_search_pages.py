@@ -20,7 +20,7 @@ from lit_lazy.support.console import format_count
 from lit_lazy.support.secrets import format_command_line
 from lit_lazy.support.stored_records import NewerFormatError
 from lit_lazy.table.build import parse_table
-from lit_lazy.table.document_blocks import (
+from lit_lazy.table.document_formats import (
     Block,
     BulletList,
     Heading,
@@ -31,8 +31,9 @@ from lit_lazy.table.document_blocks import (
     to_markdown,
 )
 from lit_lazy.table.finding_text import describe_findings
-from lit_lazy.table.records import Point, format_csv
+from lit_lazy.table.records import Point
 from lit_lazy.table.render import NOT_DEFINED, write_texts
+from lit_lazy.table.results_table import format_csv
 from lit_lazy.training.run_folder import RunResult, locate_cell
 
 INDEX = "index.html"

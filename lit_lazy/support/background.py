@@ -7,7 +7,7 @@ from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from typing import TypeVar
 
-from lit_lazy.support.errors import UnfinishedError, describe_exception
+from lit_lazy.support.error_messages import UnfinishedError, describe_exception
 
 LOOK_SECONDS = 0.2
 T = TypeVar("T")

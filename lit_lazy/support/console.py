@@ -12,7 +12,7 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.segment import Segment
 
-from lit_lazy.support.errors import escape_controls
+from lit_lazy.support.error_messages import escape_controls
 
 T = TypeVar("T")
 LEAST_WIDTH, MOST_WIDTH = 60, 120

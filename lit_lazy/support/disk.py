@@ -18,7 +18,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import BinaryIO
 
-from lit_lazy.support.errors import BusyError, explain, iter_causes
+from lit_lazy.support.error_messages import BusyError, explain, iter_causes
 from lit_lazy.support.names_to_paths import delete
 
 PATHS_BELOW = 600

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
 
-from lit_lazy.support.errors import did_you_mean, short_repr
+from lit_lazy.support.error_messages import did_you_mean, short_repr
 
 PROJECT = Path(__file__).parents[2]
 Room = Literal["experiments", "ablations"]

@@ -6,8 +6,8 @@ import typing
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from lit_lazy.support.checks import check_kinds, field_types, is_part, list_types
-from lit_lazy.support.errors import UnfinishedError, describe_exception
+from lit_lazy.support.checked_fields import check_kinds, field_types, is_part, list_types
+from lit_lazy.support.error_messages import UnfinishedError, describe_exception
 
 T = TypeVar("T")
 

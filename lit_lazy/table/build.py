@@ -6,21 +6,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from lit_lazy.support.errors import describe_exception
+from lit_lazy.support.error_messages import describe_exception
 from lit_lazy.support.stored_records import make_record, parse_record
 from lit_lazy.table.columns import Column, Contrast
 from lit_lazy.table.declaration import Declaration
-from lit_lazy.table.records import (
-    FORMAT,
-    STATUS_ORDER,
-    Observation,
-    RowInfo,
-    Status,
-    Table,
-    TableRow,
-    Yardstick,
-    join_or_mixed,
-)
+from lit_lazy.table.records import STATUS_ORDER, Observation, RowInfo, Status, TableRow, Yardstick
+from lit_lazy.table.results_table import FORMAT, Table, join_or_mixed
 from lit_lazy.table.statistics import drop_undefined
 
 TABLE = "table.json"

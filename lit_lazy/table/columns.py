@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
-from lit_lazy.support.checks import PositiveFloat, check_kinds, require
-from lit_lazy.support.errors import short_repr
+from lit_lazy.support.checked_fields import PositiveFloat, check_kinds, require
+from lit_lazy.support.error_messages import short_repr
 from lit_lazy.support.names_to_paths import LONGEST_METRIC, is_metric_name
 from lit_lazy.table.statistics import RESOLUTION
 

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, fields
 from itertools import pairwise
 from typing import Any, Literal, get_args
 
-from lit_lazy.support.checks import check_kinds, require
+from lit_lazy.support.checked_fields import check_kinds, require
 
 Rule = Literal["lower", "higher", "same", "no_worse", "mostly", "removed", "alone"]
 """The claim about every contrast.

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from lit_lazy.table.column_statistics import Summary
 from lit_lazy.table.columns import Column
-from lit_lazy.table.records import Table
+from lit_lazy.table.results_table import Table
 from lit_lazy.table.statistics import FEWEST_SEEDS
 
 MOST_COLUMNS = 2

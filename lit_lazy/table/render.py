@@ -8,8 +8,9 @@ from pathlib import Path
 from lit_lazy.support.console import format_duration
 from lit_lazy.support.disk import write_text
 from lit_lazy.table.build import TABLE
+from lit_lazy.table.column_statistics import Measure
 from lit_lazy.table.columns import Column
-from lit_lazy.table.document_blocks import (
+from lit_lazy.table.document_formats import (
     Block,
     BulletList,
     Collapsible,
@@ -31,9 +32,10 @@ from lit_lazy.table.finding_text import (
     format_unit,
     group_separated,
 )
-from lit_lazy.table.records import UNFINISHED, Measure, Table, TableRow
+from lit_lazy.table.records import UNFINISHED, TableRow
+from lit_lazy.table.results_table import Table
 from lit_lazy.table.statistics import ALPHA, POWER, Effect, drop_rounding
-from lit_lazy.table.verdict_text import (
+from lit_lazy.table.verdict import (
     describe_bounds,
     describe_contrasts,
     describe_earlier,

@@ -14,7 +14,7 @@ from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 
 from lit_lazy.support.background import call_with_timeout
 from lit_lazy.support.disk import check_writable_folder, is_read_only, open_file
-from lit_lazy.support.errors import explain, one_line
+from lit_lazy.support.error_messages import explain, one_line
 from lit_lazy.support.secrets import redact_text, redact_url
 from lit_lazy.tracking.store_address import URI_VARIABLE, quote_path, sqlite_file
 
@@ -45,9 +45,8 @@ def check_store(uri: str) -> None:
         return
     option = URI_VARIABLE if named_by else "--runs"
     place = f"{option} {str(file.parent)!r}"
-    # MLflow would create a folder with the quoted name, and writes a path into a statement as Python's repr.
-    if quote_path(file) != str(file) or {"'", '"'} <= {*str(file)}:
-        what = "MLflow supports no database whose path contains ? or %, or both ' and \""
+    if quote_path(file) != str(file):  # MLflow would create a folder with the quoted name
+        what = "MLflow supports no database whose path contains ? or %"
         raise ValueError(f"{place}: {what}; name another folder, or set {URI_VARIABLE} to a server")
     if is_read_only(file) or (file.exists() and is_read_only(file.parent)):
         what = "is read-only, and MLflow writes in its database"

@@ -14,7 +14,7 @@ from urllib.parse import quote
 
 from lit_lazy.support.console import open_page
 from lit_lazy.support.disk import open_private
-from lit_lazy.support.errors import did_you_mean
+from lit_lazy.support.error_messages import did_you_mean
 from lit_lazy.support.secrets import strip_user
 from lit_lazy.tracking.check_databases import LOCKED_SECONDS, check_store
 from lit_lazy.tracking.store_address import ARTIFACTS, default_uri, run_link, sqlite_file, sqlite_url

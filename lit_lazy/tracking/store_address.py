@@ -11,7 +11,7 @@ from urllib.parse import quote
 import sqlalchemy
 
 from lit_lazy.support.disk import write_text
-from lit_lazy.support.errors import UnfinishedError
+from lit_lazy.support.error_messages import UnfinishedError
 
 URI_VARIABLE = "MLFLOW_TRACKING_URI"
 NOTE, PARENT = "mlflow.note.content", "mlflow.parentRunId"

@@ -18,7 +18,7 @@ from lit_lazy.config.serialisation import to_dict
 from lit_lazy.support.background import repeat_in_background
 from lit_lazy.support.console import get_program_name
 from lit_lazy.support.disk import check_writable_folder
-from lit_lazy.support.errors import UnfinishedError
+from lit_lazy.support.error_messages import UnfinishedError
 from lit_lazy.support.locks import describe_leases
 from lit_lazy.support.names_to_paths import join_name
 from lit_lazy.support.provenance import git_sha
@@ -28,9 +28,9 @@ from lit_lazy.tracking.tracker import MirroredRun, Tracker
 from lit_lazy.tracking.views import build_run_views
 from lit_lazy.training.callbacks_and_loggers import StepProgress
 from lit_lazy.training.check_before_run import prepare
-from lit_lazy.training.check_settings import check_init_from
 from lit_lazy.training.cost_estimate import estimate_cost, require_fit
-from lit_lazy.training.execution import ONE_DEVICE, Execution
+from lit_lazy.training.execution_settings import ONE_DEVICE, Execution
+from lit_lazy.training.ineffective_settings import check_init_from
 from lit_lazy.training.interrupts import Interrupts
 from lit_lazy.training.run import read_finished, train_logged
 from lit_lazy.training.run_folder import FINAL_CHECKPOINT, RESULT, RunResult, is_locked, make_lock, read_grid_id

@@ -21,7 +21,6 @@ from urllib.parse import unquote, urlsplit
 import yaml
 from mlflow.entities import Metric, Param, Run, RunData, RunTag
 from mlflow.exceptions import MlflowException
-from mlflow.store.tracking import DEFAULT_LOCAL_FILE_AND_ARTIFACT_PATH
 from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
 from mlflow.tracking import MlflowClient
 from mlflow.utils import get_results_from_paginated_fn
@@ -30,7 +29,7 @@ from requests.exceptions import RequestException
 
 from lit_lazy.config.serialisation import flatten
 from lit_lazy.support.disk import describe_failed_write, write_atomically
-from lit_lazy.support.errors import one_line
+from lit_lazy.support.error_messages import one_line
 from lit_lazy.support.locks import make_file_lock
 from lit_lazy.support.names_to_paths import join_name
 from lit_lazy.support.secrets import strip_user
@@ -60,6 +59,8 @@ os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "30")
 
+OF_NO_EXPERIMENT = "mlflow-artifacts:/"
+"""Artifact location of MLflow's own first experiment: by default the working folder, in a statement without escapes."""
 MOST_RUNS_SEEN = 1000
 BETWEEN = "\n\n"
 IDENTITY = "kind", "cell", "grid", PARENT
@@ -109,7 +110,7 @@ def open_store(uri: str) -> MlflowClient:
             for left in file.parent.glob(f"{escape(unfinished.name)}*"):  # with its journal
                 left.unlink()
             unfinished.touch()  # sqlite's own mode would not let a group write, whatever the umask
-            SqlAlchemyStore(sqlite_url(unfinished), DEFAULT_LOCAL_FILE_AND_ARTIFACT_PATH).engine.dispose()
+            SqlAlchemyStore(sqlite_url(unfinished), OF_NO_EXPERIMENT).engine.dispose()
             unfinished.replace(file)
         return make_client(uri)
 

@@ -16,7 +16,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
-from lit_lazy.support.outliers import compute_far_limit
+from lit_lazy.support.scale_limit import compute_far_limit
 
 if TYPE_CHECKING:
     from mlflow.entities import RunData

@@ -26,7 +26,7 @@ from lit_lazy.data import DataSource
 from lit_lazy.measure.evaluation import iter_validation
 from lit_lazy.support.console import format_duration, plain_console
 from lit_lazy.support.disk import require_held, write_atomically
-from lit_lazy.support.errors import describe_exception
+from lit_lazy.support.error_messages import describe_exception
 from lit_lazy.support.names_to_paths import delete
 from lit_lazy.training.module import LitLM
 from lit_lazy.training.run_folder import METRICS, parse_line, read_lines

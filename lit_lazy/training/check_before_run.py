@@ -8,14 +8,15 @@ from lit_lazy.attention import Attention
 from lit_lazy.config.key import hash_model, is_users, iter_classes
 from lit_lazy.config.schema import ModelConfig, RunConfig
 from lit_lazy.data import DataConfig, DataSource
-from lit_lazy.data.source_interface import CHECKED_SEQUENCES, Outline
+from lit_lazy.data.source_interface import Outline
+from lit_lazy.data.token_dataset import CHECKED_SEQUENCES
 from lit_lazy.model.decoder import DecoderLM, build_empty
 from lit_lazy.model.loss import LOGITS_AT_ONCE
-from lit_lazy.support.checks import check_kinds, require
-from lit_lazy.support.errors import naming, naming_user_errors, short_repr
+from lit_lazy.support.checked_fields import check_kinds, require
+from lit_lazy.support.error_messages import naming, naming_user_errors, short_repr
 from lit_lazy.support.machine import require_memory
-from lit_lazy.training.execution import Execution, find_missing_gpu, select_training_device
-from lit_lazy.training.parameter_groups import freeze_others, require_loaded
+from lit_lazy.training.execution_settings import Execution, find_missing_gpu, select_training_device
+from lit_lazy.training.trained_parameters import freeze_others, require_loaded
 
 BYTES_PER_NUMBER = 4
 """Weights, gradients and moments are float32."""

@@ -15,13 +15,13 @@ from lit_lazy.config.schema import ModelConfig, RunConfig
 from lit_lazy.data.source_interface import Outline
 from lit_lazy.model.decoder import Block, DecoderLM, build_empty, flops_per_token
 from lit_lazy.model.loss import LOGITS_AT_ONCE, token_nll
-from lit_lazy.support.checks import require
+from lit_lazy.support.checked_fields import require
 from lit_lazy.support.console import format_count, format_duration
 from lit_lazy.support.machine import measure_saved_bytes, measure_total_memory
 from lit_lazy.training.check_before_run import prepare_outline
-from lit_lazy.training.check_settings import check_init_from, list_ineffective
-from lit_lazy.training.execution import Execution, find_missing_gpu, select_training_device
-from lit_lazy.training.parameter_groups import build_optimizer, find_block_matrices, freeze_others
+from lit_lazy.training.execution_settings import Execution, find_missing_gpu, select_training_device
+from lit_lazy.training.ineffective_settings import check_init_from, list_ineffective
+from lit_lazy.training.trained_parameters import build_optimizer, find_block_matrices, freeze_others
 
 UTILISATION = 0.2
 """Share of the peak FLOP/s: that of a 340M model with lazy attention at 2,048 tokens on an H200. Softmax attention

@@ -18,14 +18,14 @@ from lit_lazy.data import IGNORED, Batch
 from lit_lazy.data.sampler import Portion
 from lit_lazy.measure.attention_metrics import RatioOfSums
 from lit_lazy.measure.evaluation import compute_losses
-from lit_lazy.model.cpu_decoder import compute_hidden, compute_mean_loss
+from lit_lazy.model.compiled_passes import compute_hidden, compute_mean_loss
 from lit_lazy.model.decoder import DecoderLM, gather_full_tensor, sequence_keys
 from lit_lazy.model.loss import average_logits, head_nll, head_nll_and_log_z, mean_nll
 from lit_lazy.optim.optimisers_schedules_distillation import Distillation, Passes
-from lit_lazy.support.checks import require
-from lit_lazy.support.errors import UnfinishedError
-from lit_lazy.training.execution import ONE_DEVICE, Execution
-from lit_lazy.training.parameter_groups import WeightAverage, build_optimizer, freeze_others, lr_factor
+from lit_lazy.support.checked_fields import require
+from lit_lazy.support.error_messages import UnfinishedError
+from lit_lazy.training.execution_settings import ONE_DEVICE, Execution
+from lit_lazy.training.trained_parameters import WeightAverage, build_optimizer, freeze_others, lr_factor
 
 
 class Teacher:

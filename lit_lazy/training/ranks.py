@@ -24,8 +24,8 @@ import torch
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from torch import distributed
 
-from lit_lazy.support.errors import UnfinishedError, describe_exception
-from lit_lazy.training.execution import read_torchrun_size
+from lit_lazy.support.error_messages import UnfinishedError, describe_exception
+from lit_lazy.training.execution_settings import read_torchrun_size
 
 MODULE = "lit_lazy.training.trainer"
 """The module that the other ranks run."""

@@ -11,10 +11,10 @@ from torch.nn.functional import pad
 from lit_lazy.config.key import iter_user_classes
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.model.decoder import DecoderLM
-from lit_lazy.support.checks import NonNegativeFloat, check_value
-from lit_lazy.support.errors import naming, naming_user_errors
+from lit_lazy.support.checked_fields import NonNegativeFloat, check_value
+from lit_lazy.support.error_messages import naming, naming_user_errors
 from lit_lazy.training.module import LitLM, Teacher
-from lit_lazy.training.parameter_groups import format_names, lr_factor
+from lit_lazy.training.trained_parameters import format_names, lr_factor
 
 TOKENS, VOCABULARY, LAYERS, WIDTH = 8, 11, 2, 16
 """Most tokens of a sequence, number of words, most layers, and most hidden units of the MLPs of the small model."""

@@ -26,9 +26,9 @@ from lit_lazy.measure.diagnostic_arrays import Diagnostics
 from lit_lazy.measure.diagnostics import STRONGEST, Maps, measure, sample_validation
 from lit_lazy.measure.evaluation import compute_size_metrics, evaluate, measure_evaluation
 from lit_lazy.model.decoder import DecoderLM
-from lit_lazy.support.checks import require
+from lit_lazy.support.checked_fields import require
 from lit_lazy.support.disk import quarantine
-from lit_lazy.support.errors import BusyError
+from lit_lazy.support.error_messages import BusyError
 from lit_lazy.support.provenance import collect_environment
 from lit_lazy.training import checkpoints
 from lit_lazy.training.callbacks_and_loggers import (
@@ -39,8 +39,7 @@ from lit_lazy.training.callbacks_and_loggers import (
     open_loggers,
 )
 from lit_lazy.training.check_before_run import prepare, validates_on_training
-from lit_lazy.training.check_settings import list_ineffective
-from lit_lazy.training.execution import (
+from lit_lazy.training.execution_settings import (
     ONE_DEVICE,
     Execution,
     describe_backend,
@@ -49,6 +48,7 @@ from lit_lazy.training.execution import (
     select_training_device,
 )
 from lit_lazy.training.head_monitor import HeadMonitor, make_history_arrays
+from lit_lazy.training.ineffective_settings import list_ineffective
 from lit_lazy.training.interrupts import Interrupts
 from lit_lazy.training.module import DivergedError, LitLM
 from lit_lazy.training.ranks import start_ranks

@@ -11,7 +11,7 @@ from typing import Any
 
 from filelock import BaseFileLock, SoftFileLease, Timeout
 
-from lit_lazy.support.checks import Metric, PositiveInt, check_value, require
+from lit_lazy.support.checked_fields import Metric, PositiveInt, check_value, require
 from lit_lazy.support.disk import guards, quarantine, write_text
 from lit_lazy.support.locks import is_held, make_file_lock, read_id
 from lit_lazy.support.names_to_paths import delete, join_name

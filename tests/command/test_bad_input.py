@@ -29,8 +29,8 @@ from lit_lazy.command.main import main, make_parser
 from lit_lazy.command.tokenise_train_generate import prompt_file
 from lit_lazy.config.checkpoint_file import read_checkpoint
 from lit_lazy.report.diagnose_checkpoint import read_checkpoint_history
-from lit_lazy.support.checks import parse
-from lit_lazy.support.errors import LONGEST_MESSAGE, sanitise, short_repr
+from lit_lazy.support.checked_fields import parse
+from lit_lazy.support.error_messages import LONGEST_MESSAGE, sanitise, short_repr
 from lit_lazy.support.names_to_paths import find_python_file
 from lit_lazy.training.run_folder import FINAL_CHECKPOINT, RESULT
 

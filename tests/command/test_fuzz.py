@@ -27,7 +27,7 @@ from lit_lazy.config.serialisation import find_leaf_classes, flatten, to_dict
 from lit_lazy.config.user_files import experiment
 from lit_lazy.data import DataConfig, synthetic_task, text
 from lit_lazy.data.pipeline import hub
-from lit_lazy.support.errors import LONGEST_MESSAGE
+from lit_lazy.support.error_messages import LONGEST_MESSAGE
 from lit_lazy.support.names_to_paths import find
 
 MILLISECONDS = 15_000

@@ -37,7 +37,7 @@ from lit_lazy.measure.lengths import Lengths
 from lit_lazy.measure.retrieval import Passkey
 from lit_lazy.model.generation import Sampling
 from lit_lazy.optim import SGD, WSD, Constant, Logits
-from lit_lazy.support.checks import check_value, describe_kind, field_types
+from lit_lazy.support.checked_fields import check_value, describe_kind, field_types
 from lit_lazy.table.records import Column, Contrast
 
 BASE = RunConfig(

@@ -286,7 +286,7 @@ def test_a_file_whose_import_failed_may_be_edited(mine: Path) -> None:
 
 DEEP = """
 from dataclasses import dataclass
-from lit_lazy.support.checks import CheckedFields
+from lit_lazy.support.checked_fields import CheckedFields
 @dataclass(frozen=True)
 class Deep(CheckedFields):
     pass

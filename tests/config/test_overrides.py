@@ -33,7 +33,7 @@ from lit_lazy.measure.evaluation import Varied
 from lit_lazy.measure.lengths import Lengths
 from lit_lazy.measure.retrieval import Needle, Passkey
 from lit_lazy.optim import Muon
-from lit_lazy.support.checks import describe_kind, field_types, is_group, is_part
+from lit_lazy.support.checked_fields import describe_kind, field_types, is_group, is_part
 
 NORMALISER, BIAS, POSITION, DATA = "model.attention.normaliser", "model.attention.bias", "model.position", "data"
 PARTS = {NORMALISER: Normaliser, BIAS: Bias, "model.attention.gate": Gate, POSITION: Position, DATA: DataConfig}

@@ -29,7 +29,7 @@ from lit_lazy.data.pipeline import shards, tokens
 from lit_lazy.data.pipeline.documents import Files
 from lit_lazy.data.pipeline.hub import Hub, HubFile
 from lit_lazy.data.pipeline.shards import FileJob, find_or_make_shard
-from lit_lazy.support.errors import UnfinishedError
+from lit_lazy.support.error_messages import UnfinishedError
 
 pytestmark = pytest.mark.usefixtures("cache")
 KNOWN = [

@@ -7,8 +7,8 @@ import pytest
 
 from lit_lazy.config.user_files import experiment
 from lit_lazy.data import describe_repetition
+from lit_lazy.data.pipeline.corpus_cache import Corpus
 from lit_lazy.data.pipeline.documents import find_cut
-from lit_lazy.data.pipeline.tokens import Corpus
 from lit_lazy.data.text import FEW_DOCUMENTS, Text
 
 

@@ -13,7 +13,8 @@ from lit_lazy.data.backcopy import Backcopy, make_chain
 from lit_lazy.data.distractors import Distractors
 from lit_lazy.data.mqar import Mqar, draw_gaps
 from lit_lazy.data.recall import Recall
-from lit_lazy.data.source_interface import IGNORED, DataConfig
+from lit_lazy.data.source_interface import DataConfig
+from lit_lazy.data.token_dataset import IGNORED
 from lit_lazy.data.trigger import Trigger
 
 

@@ -15,9 +15,10 @@ from lit_lazy.data.distractors import Distractors
 from lit_lazy.data.mqar import Mqar
 from lit_lazy.data.packages import Packages
 from lit_lazy.data.recall import Recall
-from lit_lazy.data.source_interface import IGNORED, Batch, DataConfig, TokenDataset
+from lit_lazy.data.source_interface import DataConfig
 from lit_lazy.data.stdlib import Stdlib
 from lit_lazy.data.text import Text
+from lit_lazy.data.token_dataset import IGNORED, Batch, TokenDataset
 from lit_lazy.data.trigger import Trigger
 
 KNOWN = {

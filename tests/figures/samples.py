@@ -7,7 +7,8 @@ import numpy as np
 
 from lit_lazy.table.build import TableSpec, build_table
 from lit_lazy.table.declaration import Declaration
-from lit_lazy.table.records import Column, Observation, RowInfo, Table
+from lit_lazy.table.records import Column, Observation, RowInfo
+from lit_lazy.table.results_table import Table
 
 Arrays = dict[str, np.ndarray]
 SPARSITIES = ("zero", "small", "block_64", "null")

@@ -16,10 +16,11 @@ from legible import assert_legible
 from matplotlib.figure import Figure
 from samples import Arrays, around, make_arrays, make_effects, make_question, make_study, tabulate
 
-from lit_lazy.figures import ablation, effects, heads
+from lit_lazy.figures import ablation, diagnostics, effects
 from lit_lazy.table.build import TableSpec, build_table, read_table
 from lit_lazy.table.declaration import MOST_CONTRASTS, Comparison, Statement
-from lit_lazy.table.records import Column, Observation, RowInfo, Table, Yardstick
+from lit_lazy.table.records import Column, Observation, RowInfo, Yardstick
+from lit_lazy.table.results_table import Table
 
 RUN_FIGURES = [
     *("attention_maps", "sink_heatmap", "mass_by_position", "sparsity_by_layer", "tau_by_layer", "parameters_by_head"),
@@ -32,7 +33,7 @@ RESULTS = Path(__file__).parents[2] / "docs" / "results"
 
 
 def draw_map(weights: Arrays | np.ndarray) -> Figure | None:
-    return heads.attention_maps({"maps/weights": weights[None], "maps/heads": np.array([[0, 2]])})
+    return diagnostics.attention_maps({"maps/weights": weights[None], "maps/heads": np.array([[0, 2]])})
 
 
 def make_map(n: int, **changed: float) -> np.ndarray:
@@ -52,7 +53,7 @@ def read(name: str) -> Table:
 
 @functools.cache
 def draw_run() -> dict[str, Figure]:
-    return heads.draw_run_figures(ARRAYS, "lazy, seed 3")
+    return diagnostics.draw_run_figures(ARRAYS, "lazy, seed 3")
 
 
 def make_lengths() -> Arrays:
@@ -71,16 +72,20 @@ NEGATIVE = dict.fromkeys(("mass/row", "mass/first_key"), np.array([[[-0.5, -1.0]
 OF_HEADS = {
     "zeros, tiny and small weights": lambda: draw_map(make_map(10, w52=0, w62=1e-7, w72=1e-4)),
     "weights below zero": lambda: draw_map(make_map(4, w30=-0.25, w20=-0.01)),
-    "negative mass": lambda: heads.mass_by_position(NEGATIVE | {"sample": np.array([1, 2, 1])}),
-    "a head without mass": lambda: heads.sink_heatmap(without(make_arrays(layers=3), np.nan, "sink/share")),
-    "no sparsity": lambda: heads.sparsity_by_layer(
+    "negative mass": lambda: diagnostics.mass_by_position(NEGATIVE | {"sample": np.array([1, 2, 1])}),
+    "a head without mass": lambda: diagnostics.sink_heatmap(without(make_arrays(layers=3), np.nan, "sink/share")),
+    "no sparsity": lambda: diagnostics.sparsity_by_layer(
         without(ARRAYS, np.nan, *(f"{at}sparsity/{name}" for at in ("", "init/") for name in ("zero", "null")))
     ),
-    "no null": lambda: heads.sparsity_by_layer(without(ARRAYS, np.nan, "sparsity/null", "init/sparsity/null")),
-    "no tiles": lambda: heads.sparsity_by_layer(without(ARRAYS, np.nan, "sparsity/block_64", "init/sparsity/block_64")),
-    "a tau per position": lambda: heads.tau_by_layer({"tau": ARRAYS["tau"][..., None] + np.array([-1.0, 0.0, 1.0])}),
-    "many biases": lambda: heads.bias_curves(make_arrays(heads=5)),
-    "lengths with a cache": lambda: heads.loss_by_length(make_lengths()),
+    "no null": lambda: diagnostics.sparsity_by_layer(without(ARRAYS, np.nan, "sparsity/null", "init/sparsity/null")),
+    "no tiles": lambda: diagnostics.sparsity_by_layer(
+        without(ARRAYS, np.nan, "sparsity/block_64", "init/sparsity/block_64")
+    ),
+    "a tau per position": lambda: diagnostics.tau_by_layer(
+        {"tau": ARRAYS["tau"][..., None] + np.array([-1.0, 0.0, 1.0])}
+    ),
+    "many biases": lambda: diagnostics.bias_curves(make_arrays(heads=5)),
+    "lengths with a cache": lambda: diagnostics.loss_by_length(make_lengths()),
 }
 
 

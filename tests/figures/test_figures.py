@@ -27,7 +27,7 @@ from lit_lazy.attention import Elastic, LayerShape, Mixer, Normaliser, Position
 from lit_lazy.attention.mixer import Drawn
 from lit_lazy.config.serialisation import find_leaf_classes, replace_at
 from lit_lazy.config.user_files import experiment, load_attribute, load_module
-from lit_lazy.figures import ablation, canvas, effects, heads
+from lit_lazy.figures import ablation, canvas, diagnostics, effects
 from lit_lazy.figures.ablation import Histories
 from lit_lazy.figures.canvas import (
     BETTER,
@@ -49,7 +49,8 @@ from lit_lazy.report.ablation_page import draw_table_figures
 from lit_lazy.report.index_and_search_pages import SearchReport
 from lit_lazy.support.names_to_paths import find
 from lit_lazy.table.build import read_table
-from lit_lazy.table.records import Column, Point, Table
+from lit_lazy.table.records import Column, Point
+from lit_lazy.table.results_table import Table
 
 ROOT = Path(__file__).parents[2]
 WEBP_LIMIT = 16383
@@ -65,10 +66,10 @@ def test_nothing_is_drawn_of_nothing() -> None:
     arrays = make_arrays()
     undefined = {k: np.full(v.shape, np.nan) if v.dtype.kind == "f" else v for k, v in arrays.items()}
     for name in RUN_FIGURES:
-        assert getattr(heads, name)({}) is None
-        assert getattr(heads, name)(undefined) is None
+        assert getattr(diagnostics, name)({}) is None
+        assert getattr(diagnostics, name)(undefined) is None
     softmax = {key: value for key, value in arrays.items() if not key.endswith("tau")}
-    assert {*RUN_FIGURES} - heads.draw_run_figures(softmax, "x").keys() == {"tau_by_layer", "parameters_by_head"}
+    assert {*RUN_FIGURES} - diagnostics.draw_run_figures(softmax, "x").keys() == {"tau_by_layer", "parameters_by_head"}
     for metrics in ({"loss/val": 1.0}, {"sparsity/zero": 0.5}):
         table = tabulate({"lazy": [metrics]}, [Column(key, key) for key in ("loss/val", "sparsity/zero")])
         assert ablation.loss_against_sparsity(table) is None
@@ -79,9 +80,9 @@ def test_nothing_is_drawn_of_nothing() -> None:
 
 
 def test_what_counts_as_small_and_as_a_sink_is_what_the_metrics_say() -> None:
-    own = heads.SMALL_WEIGHT, heads.SINK_WEIGHT, heads.FIRST_KEYS
+    own = diagnostics.SMALL_WEIGHT, diagnostics.SINK_WEIGHT, diagnostics.FIRST_KEYS
     assert own == (row_statistics.SMALL_WEIGHT, head_metrics.SINK_WEIGHT, row_statistics.FIRST_KEYS)
-    bounds = heads.NO_OPERATION_RATIO, heads.BROADCAST_RATIO, heads.BROADCAST_RANK
+    bounds = diagnostics.NO_OPERATION_RATIO, diagnostics.BROADCAST_RATIO, diagnostics.BROADCAST_RANK
     assert bounds == (NO_OPERATION_RATIO, BROADCAST_RATIO, BROADCAST_RANK)
 
 
@@ -199,7 +200,7 @@ def draw_search() -> list[Figure]:
 
 
 def draw_arrays(arrays: Arrays) -> list[Figure]:
-    return [*heads.draw_run_figures(arrays, "a variant with a rather long name " * 4).values()]
+    return [*diagnostics.draw_run_figures(arrays, "a variant with a rather long name " * 4).values()]
 
 
 EXTREMES = {
@@ -280,7 +281,7 @@ def test_files_are_alike_whatever_the_users_own_style(tmp_path: Path) -> None:
     for folder, own in (("a", {}), ("b", {"font.size": 20.0, "axes.labelcolor": "red", "svg.hashsalt": "other"})):
         (tmp_path / folder).mkdir()
         with mpl.rc_context(own):
-            drawn = {"v1.5": heads.sink_heatmap(arrays), "scatter": ablation.loss_against_sparsity(table)}
+            drawn = {"v1.5": diagnostics.sink_heatmap(arrays), "scatter": ablation.loss_against_sparsity(table)}
             for name, figure in drawn.items():
                 assert figure is not None
                 canvas.save_figure(figure, tmp_path / folder / name)
@@ -312,7 +313,7 @@ def test_the_mechanism_is_drawn_as_its_rule_computes_it(tmp_path: Path) -> None:
 
 def test_a_figure_is_laid_out_and_drawn_as_rarely_as_can_be(tmp_path: Path) -> None:
     """Fitted for each line, each time with all panels, 150 panels over training took half a minute."""
-    drawn = heads.tau_by_layer({"tau": np.full((2, 2), 0.125), "sample": np.array([4, 16])})
+    drawn = diagnostics.tau_by_layer({"tau": np.full((2, 2), 0.125), "sample": np.array([4, 16])})
     assert drawn is not None
     with count(Figure, "draw") as draws, count(ConstrainedLayoutEngine, "execute") as layouts:
         canvas.save_figure(drawn, tmp_path / "tau")

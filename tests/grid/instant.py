@@ -32,11 +32,11 @@ from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.serialisation import to_dict
 from lit_lazy.grid.cell_state import Holder, read_state
 from lit_lazy.grid.grid_folder import read_grid
-from lit_lazy.grid.job import LaunchOptions
 from lit_lazy.grid.run import run_grid
 from lit_lazy.grid.search.run import SearchDriver, SearchWork, run_search
+from lit_lazy.grid.work_records import LaunchOptions
 from lit_lazy.support.disk import describe_failed_write, write_text
-from lit_lazy.support.errors import UnfinishedError
+from lit_lazy.support.error_messages import UnfinishedError
 from lit_lazy.support.provenance import collect_environment
 from lit_lazy.training.run import read_finished
 from lit_lazy.training.run_folder import (

@@ -22,10 +22,10 @@ from lit_lazy.grid import run, worker
 from lit_lazy.grid.ablation import Cell
 from lit_lazy.grid.cell_state import MOST_DEATHS
 from lit_lazy.grid.grid_folder import read_grid
-from lit_lazy.grid.job import Ending, Grid, Job, is_over
 from lit_lazy.grid.pool import LocalPool, LocalWorker
 from lit_lazy.grid.reused_results import TakenResult
-from lit_lazy.training import execution
+from lit_lazy.grid.work_records import Ending, Grid, Job, is_over
+from lit_lazy.training import execution_settings
 from lit_lazy.training.interrupts import Interrupts
 from lit_lazy.training.module import DivergedError
 from lit_lazy.training.run_folder import RESULT, RunResult, read_failure
@@ -84,7 +84,7 @@ def test_each_machine_trains_with_the_best_backend_it_has(lab: Lab, tmp_path: Pa
     monkeypatch.delenv(library.SWITCH, raising=False)
     said = []
     for seeds, instructions in (("0", None), ("0,1", "avx2")):
-        for module in (library, execution):
+        for module in (library, execution_settings):
             monkeypatch.setattr(module, "get_instruction_set", lambda instructions=instructions: instructions)
         here = make_lab(tmp_path, lab.training, "--rows", "lazy", "--seeds", seeds)
         said.append(here.run().count("attention runs slower than it could: no compiled backend is installed"))

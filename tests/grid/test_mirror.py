@@ -22,9 +22,9 @@ from two_rows import WILD, two_rows
 
 from lit_lazy import results
 from lit_lazy.command.main import main
-from lit_lazy.grid import mirror as mirror_module
+from lit_lazy.grid import mlflow_mirror
 from lit_lazy.grid.grid_folder import ASIDE, read_grid
-from lit_lazy.grid.mirror import GridMirror, collect_outcomes, follow
+from lit_lazy.grid.mlflow_mirror import GridMirror, collect_outcomes, follow
 from lit_lazy.support.locks import is_held
 from lit_lazy.table.finding_text import describe_findings
 from lit_lazy.table.render import FILES
@@ -184,7 +184,7 @@ def test_nothing_but_people_reads_it(copied, closed_port, monkeypatch, capsys) -
 @pytest.mark.long
 def test_a_server_that_dies_during_a_grid_is_sent_the_rest(mlflow_server, copied, monkeypatch, capsys) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", mlflow_server.url)
-    monkeypatch.setattr(mirror_module, "SYNC_SECONDS", 0.2)
+    monkeypatch.setattr(mlflow_mirror, "SYNC_SECONDS", 0.2)
     sync = GridMirror._open_parent
 
     def open_and_stop(self: GridMirror, final: bool) -> str:
@@ -296,7 +296,7 @@ def test_a_parent_ends_as_its_cells_did(runs: Path, made: MadeGrid) -> None:
 
 def test_no_error_of_the_mirror_ends_a_grid(made, monkeypatch, caplog, capsys) -> None:
     """Nor one that nobody foresaw. It is said once, and the next sync is tried."""
-    monkeypatch.setattr(mirror_module, "SYNC_SECONDS", 0.01)
+    monkeypatch.setattr(mlflow_mirror, "SYNC_SECONDS", 0.01)
     failing = Mock(side_effect=KeyError("x"))
     monkeypatch.setattr(GridMirror, "_open_parent", failing)
     with follow(GridMirror(made.folder), Console(width=1000)):
@@ -307,9 +307,9 @@ def test_no_error_of_the_mirror_ends_a_grid(made, monkeypatch, caplog, capsys) -
 
 def test_a_server_that_hangs_holds_no_end(made, monkeypatch, capsys) -> None:
     """Neither of the command that sends to it nor of another on the same grid."""
-    monkeypatch.setattr(mirror_module, "SYNC_SECONDS", 0.01)
-    monkeypatch.setattr(mirror_module, "BUSY_SECONDS", 0.2)
-    monkeypatch.setattr(mirror_module, "HANG_SECONDS", 0.5)
+    monkeypatch.setattr(mlflow_mirror, "SYNC_SECONDS", 0.01)
+    monkeypatch.setattr(mlflow_mirror, "BUSY_SECONDS", 0.2)
+    monkeypatch.setattr(mlflow_mirror, "HANG_SECONDS", 0.5)
     hangs, answers, begun = threading.Event(), threading.Event(), time.monotonic()
 
     def hang(*_: object) -> str:
@@ -408,7 +408,7 @@ RunResult.write = write_and_copy
 
 @pytest.mark.long
 def test_copies_of_any_moments_together_end_in_the_undisturbed_table(runs: Path, monkeypatch) -> None:
-    monkeypatch.setattr(mirror_module, "SYNC_SECONDS", 1e6)  # the first two copies of MLflow lack all cells
+    monkeypatch.setattr(mlflow_mirror, "SYNC_SECONDS", 1e6)  # the first two copies of MLflow lack all cells
     ablation = runs.with_name("backup.py")
     ablation.write_text(two_rows("backup", code=COPIED))
     words = ["ablate", "run", str(ablation), "--runs", str(runs), "--workers", "1", "--seeds", "0"]

@@ -31,8 +31,9 @@ from lit_lazy.support.provenance import find_last_commit
 from lit_lazy.table.build import parse_table, read_table
 from lit_lazy.table.columns import COLUMNS, HEAD_COLUMNS, INIT_COLUMNS
 from lit_lazy.table.declaration import Chance, Verdict
-from lit_lazy.table.records import Contrast, Table
+from lit_lazy.table.records import Contrast
 from lit_lazy.table.render import DETAILS, render_markdown
+from lit_lazy.table.results_table import Table
 from lit_lazy.tracking.store_address import default_uri
 from lit_lazy.tracking.tracker import Tracker
 

@@ -21,8 +21,8 @@ from mistakes import expect_refusal
 from lit_lazy.command.main import main
 from lit_lazy.grid.cell_state import read_state
 from lit_lazy.grid.grid_folder import read_grid
-from lit_lazy.grid.job import Job
 from lit_lazy.grid.run import GridDriver
+from lit_lazy.grid.work_records import Job
 from lit_lazy.table.build import read_table
 from lit_lazy.training.run_folder import read_failure, read_grid_id
 

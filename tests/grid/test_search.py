@@ -21,10 +21,10 @@ from lit_lazy.config.user_files import experiment
 from lit_lazy.grid.ablation import Cell, load_defined
 from lit_lazy.grid.cell_state import HOLDER, claim, read_state
 from lit_lazy.grid.grid_folder import ASIDE
-from lit_lazy.grid.job import Ending, Job
 from lit_lazy.grid.search.definition import Definition, Real, Search, define
 from lit_lazy.grid.search.run import SearchDriver, SearchWork
 from lit_lazy.grid.study import JOURNAL
+from lit_lazy.grid.work_records import Ending, Job
 from lit_lazy.grid.worker import PrunedError, Pruning, execute
 from lit_lazy.report.index_and_search_pages import SearchReport
 from lit_lazy.support.names_to_paths import find

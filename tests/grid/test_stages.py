@@ -22,7 +22,8 @@ from lit_lazy.measure.evaluation import Varied
 from lit_lazy.support.names_to_paths import find, list_available
 from lit_lazy.table.build import TableSpec, build_table, read_table
 from lit_lazy.table.columns import COLUMNS, HEAD_COLUMNS, SINK_COLUMNS
-from lit_lazy.table.records import Column, Observation, RowInfo, Table
+from lit_lazy.table.records import Column, Observation, RowInfo
+from lit_lazy.table.results_table import Table
 from lit_lazy.training.run import run
 
 ROOT = Path(__file__).parents[2]

@@ -16,9 +16,9 @@ from lit_lazy.grid import run
 from lit_lazy.grid.ablation import Cell
 from lit_lazy.grid.cell_state import HOLDER, MOST_DEATHS, claim, find_dead, give_back, read_state
 from lit_lazy.grid.grid_folder import ASIDE
-from lit_lazy.grid.job import Ending, Work
 from lit_lazy.grid.run import GridDriver, reset_grid
 from lit_lazy.grid.study import JOURNAL
+from lit_lazy.grid.work_records import Ending, Work
 from lit_lazy.training.run_folder import (
     CHECKPOINTS,
     FAILURE,

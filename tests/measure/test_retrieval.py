@@ -13,9 +13,9 @@ from lit_lazy.data.backcopy import Backcopy
 from lit_lazy.data.mqar import Mqar
 from lit_lazy.data.pipeline.tokeniser import ByteTokenizer, FileTokenizer
 from lit_lazy.data.recall import Recall
-from lit_lazy.data.source_interface import IGNORED
 from lit_lazy.data.stdlib import Stdlib
 from lit_lazy.data.text import Text
+from lit_lazy.data.token_dataset import IGNORED
 from lit_lazy.measure.retrieval import FILLER, PASSKEY, Needle, Passkey, hide_in_symbols, hide_in_text
 from lit_lazy.model.decoder import DecoderLM
 

@@ -27,15 +27,16 @@ from lit_lazy.attention import (
     Thresholded,
 )
 from lit_lazy.config import ModelConfig, RunConfig, TrainConfig
-from lit_lazy.data.source_interface import DataSource, DocumentDataset
+from lit_lazy.data.source_interface import DataSource
 from lit_lazy.data.text import Text
+from lit_lazy.data.token_dataset import DocumentDataset
 from lit_lazy.measure.diagnostic_arrays import Diagnostics
 from lit_lazy.measure.diagnostics import measure
 from lit_lazy.measure.evaluation import evaluate
 from lit_lazy.measure.lengths import loss_by_position
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.model.loss import token_nll
-from lit_lazy.training.execution import ONE_DEVICE
+from lit_lazy.training.execution_settings import ONE_DEVICE
 from lit_lazy.training.module import LitLM
 from lit_lazy.training.run import run
 

@@ -18,7 +18,7 @@ from lit_lazy.model.loss import token_nll
 from lit_lazy.model.parameter_matching import matching_d_ff
 from lit_lazy.support.names_to_paths import find, list_available
 from lit_lazy.training.check_before_run import check_model
-from lit_lazy.training.parameter_groups import build_parameter_groups
+from lit_lazy.training.trained_parameters import build_parameter_groups
 
 every_model = pytest.mark.parametrize("cfg", MIXERS.values(), ids=MIXERS)
 TABLE1 = load_defined(find("ablations", "table1"), "ablation", Ablation)
@@ -132,9 +132,3 @@ def test_a_setting_of_attention_beside_a_mixer_is_refused(changes, message):
         ValueError, match=rf"^{message}.*has no effect in model.mixer=RetNet, .*leave one of the two out$"
     ):
         dataclasses.replace(SMALL, mixer=RetNet(), **changes)
-
-
-def test_a_custom_mixer_that_is_none_is_refused(monkeypatch):
-    monkeypatch.setattr(RetNet, "build", lambda *_: torch.nn.Linear(16, 16))
-    with pytest.raises(ValueError, match=r"^model.mixer=RetNet='Linear': let build return a MixerModule"):
-        check_model(dataclasses.replace(SMALL, mixer=RetNet()), CONTEXT)

@@ -11,7 +11,7 @@ from lit_lazy.attention import AttentionSpec, Elastic, Fire, LearnedBias, Output
 from lit_lazy.config.schema import ModelConfig, TrainConfig
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.optim import SGD, Muon
-from lit_lazy.training.parameter_groups import build_optimizer, build_parameter_groups, find_block_matrices, lr_factor
+from lit_lazy.training.trained_parameters import build_optimizer, build_parameter_groups, find_block_matrices, lr_factor
 
 VOCAB, CONTEXT = 11, 8
 MATRICES = {

@@ -6,7 +6,7 @@ import pytest
 
 from lit_lazy.config.schema import TrainConfig
 from lit_lazy.optim import WSD, Constant, Cosine
-from lit_lazy.training.parameter_groups import lr_factor
+from lit_lazy.training.trained_parameters import lr_factor
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,9 @@ import pytest
 from scipy import stats
 
 from lit_lazy.table.build import TableSpec, build_table
-from lit_lazy.table.comparison import compare_tables, format_comparison
-from lit_lazy.table.records import Column, Observation, RowInfo, Table
+from lit_lazy.table.compare_tables import compare_tables, format_comparison
+from lit_lazy.table.records import Column, Observation, RowInfo
+from lit_lazy.table.results_table import Table
 
 LOSS, SINK = Column("loss", "loss", "lower", unit="nats"), Column("sink", "sink", bounds=(0.0, 1.0), plotted=True)
 NAMES = ("runs/a", "runs/b")

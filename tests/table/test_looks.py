@@ -16,10 +16,11 @@ from lit_lazy.command.ablate_run import describe_next_look
 from lit_lazy.support.stored_records import make_record
 from lit_lazy.table.build import TableSpec, build_table, parse_table
 from lit_lazy.table.declaration import Comparison, Declaration, Statement, Verdict
-from lit_lazy.table.records import Column, Observation, RowInfo, Table, Yardstick
+from lit_lazy.table.records import Column, Observation, RowInfo, Yardstick
 from lit_lazy.table.render import render_markdown
+from lit_lazy.table.results_table import Table
 from lit_lazy.table.sequential_looks import compute_critical, find_open_rows, judge_looks
-from lit_lazy.table.verdict_text import describe_bounds, describe_contrasts
+from lit_lazy.table.verdict import describe_bounds, describe_contrasts
 
 LOOKS = (10, 20, 40, 80)
 LOSS = Column("loss", "loss", "lower", 3, "nats")

@@ -15,7 +15,7 @@ import pytest
 from scipy.stats import binom, t
 
 from lit_lazy.command.main import main
-from lit_lazy.report.questions_page import (
+from lit_lazy.report.question_verdicts import (
     THEMES,
     QuestionResult,
     Words,
@@ -143,7 +143,7 @@ def test_a_question_is_listed_without_words_and_a_first_attempt_until_it_is_repe
     (scale,) = (result for result in found if result.table.ablation == "q_scale")
     again = scale._replace(table=replace(scale.table, declaration=replace(scale.declared, after="q_null")))
     assert "q_null" not in {answer.question for answer in collect_answers([again], RESULTS)}
-    monkeypatch.setattr("lit_lazy.report.questions_page.find_words", lambda _: None)
+    monkeypatch.setattr("lit_lazy.report.question_verdicts.find_words", lambda _: None)
     (answer,) = collect_answers([scale], tmp_path)
     assert answer.words.claim == scale.declared.claim
     assert answer.words.effect.startswith("slope of elastic - softmax: -0.0708 [")

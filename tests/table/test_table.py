@@ -25,9 +25,10 @@ from lit_lazy.support.stored_records import NewerFormatError
 from lit_lazy.table import render
 from lit_lazy.table.build import TableSpec, build_table, parse_table, read_table, recompute_statistics
 from lit_lazy.table.column_statistics import Measure
-from lit_lazy.table.comparison import compare_tables, format_comparison
+from lit_lazy.table.compare_tables import compare_tables, format_comparison
 from lit_lazy.table.finding_text import describe_findings
-from lit_lazy.table.records import Column, Contrast, Observation, RowInfo, Table, Yardstick, format_csv
+from lit_lazy.table.records import Column, Contrast, Observation, RowInfo, Yardstick
+from lit_lazy.table.results_table import Table, format_csv
 from lit_lazy.table.statistics import Effect, compute_contrast, minimum_detectable_effect
 
 PAGES = Path(__file__).parent / "pages"

@@ -18,9 +18,9 @@ from torch_alone import ROOT, run_alone
 
 from lit_lazy.command.main import main
 from lit_lazy.grid.ablation import expand, prepare_rows, select_rows
-from lit_lazy.grid.job import Job
+from lit_lazy.grid.work_records import Job
 from lit_lazy.grid.worker import prepare_process
-from lit_lazy.support import checks
+from lit_lazy.support import checked_fields
 from timings import attention, cells, diagnostics, gpu_step, grid, looks, quarter_hour, significance, step
 from timings.__main__ import make_parser
 from timings.cells import QUICK, Shape, bench_cells, run_git
@@ -363,7 +363,7 @@ def test_types_are_read_once_per_class(monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[type] = []
     hints = typing.get_type_hints
     monkeypatch.setattr(typing, "get_type_hints", lambda cls, **more: read.append(cls) or hints(cls, **more))
-    checks.field_types.cache_clear()
+    checked_fields.field_types.cache_clear()
     assert len(expand(prepare_rows(chosen, base))) == 50
     assert read
     assert len([cls for cls in read if cls.__module__.startswith("lit_lazy")]) == len(set(read))

@@ -15,7 +15,7 @@ from lit_lazy.model.loss import mean_nll, token_nll
 from lit_lazy.support.names_to_paths import find
 from lit_lazy.training.callbacks_and_loggers import METRICS, MetricFile, read_lines
 from lit_lazy.training.checkpoints import load
-from lit_lazy.training.execution import Execution
+from lit_lazy.training.execution_settings import Execution
 from lit_lazy.training.run import run
 from lit_lazy.training.run_folder import DIAGNOSTICS, FINAL_CHECKPOINT
 

@@ -22,7 +22,7 @@ from lit_lazy.support.machine import measure_saved_bytes
 from lit_lazy.training import cost_estimate
 from lit_lazy.training.check_before_run import prepare
 from lit_lazy.training.cost_estimate import estimate_cost, require_fit
-from lit_lazy.training.execution import ONE_DEVICE, Execution
+from lit_lazy.training.execution_settings import ONE_DEVICE, Execution
 from lit_lazy.training.run import run
 
 

@@ -16,7 +16,7 @@ from lit_lazy.optim.optimisers_schedules_distillation import Passes
 from lit_lazy.training.callbacks_and_loggers import METRICS, MetricFile, read_lines
 from lit_lazy.training.check_before_run import prepare
 from lit_lazy.training.cost_estimate import estimate_cost
-from lit_lazy.training.execution import ONE_DEVICE, Execution
+from lit_lazy.training.execution_settings import ONE_DEVICE, Execution
 from lit_lazy.training.trainer import build_module, fit
 
 TERMS = [Logits(weight=0.5, temperature=2.0), AttentionOutputs(weight=0.3)]

@@ -17,7 +17,7 @@ from lit_lazy.config.key import list_user_files
 from lit_lazy.config.serialisation import replace_at
 from lit_lazy.training import ranks
 from lit_lazy.training.callbacks_and_loggers import MetricFile
-from lit_lazy.training.execution import Execution
+from lit_lazy.training.execution_settings import Execution
 from lit_lazy.training.module import DivergedError, LitLM
 from lit_lazy.training.ranks import RankFailedError, RankLostError
 from lit_lazy.training.run import run

@@ -15,7 +15,7 @@ from test_run import config, logged
 from lit_lazy.command.main import main
 from lit_lazy.training import callbacks_and_loggers
 from lit_lazy.training.callbacks_and_loggers import MetricFile, StepProgress, open_loggers
-from lit_lazy.training.execution import Execution
+from lit_lazy.training.execution_settings import Execution
 from lit_lazy.training.trainer import build_module, fit
 
 CONFIG = {"seed": 3, "model": {"position": {"class": "Rope", "base": 500.0}}}

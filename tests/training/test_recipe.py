@@ -25,11 +25,11 @@ from lit_lazy.support.machine import measure_saved_bytes
 from lit_lazy.support.names_to_paths import find
 from lit_lazy.training import checkpoints
 from lit_lazy.training.callbacks_and_loggers import METRICS, MetricFile, read_lines
-from lit_lazy.training.execution import ONE_DEVICE, Execution
+from lit_lazy.training.execution_settings import ONE_DEVICE, Execution
 from lit_lazy.training.module import LitLM
-from lit_lazy.training.parameter_groups import build_parameter_groups, lr_factor
 from lit_lazy.training.run import run
 from lit_lazy.training.run_folder import FINAL_CHECKPOINT
+from lit_lazy.training.trained_parameters import build_parameter_groups, lr_factor
 from lit_lazy.training.trainer import build_module, fit
 
 

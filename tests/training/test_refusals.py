@@ -3,7 +3,7 @@
 import pytest
 from mistakes import expect_refusal
 
-from lit_lazy.training import execution
+from lit_lazy.training import execution_settings
 
 SIZES = {"data.vocab_size": 16, "model.n_layers": 2, "train.batch_size": 8}
 TAU, DISTIL = "--model.attention.normaliser=Elastic", "--train.distillation=Logits"
@@ -30,7 +30,7 @@ REFUSED = [
 @pytest.mark.usefixtures("place")
 def test_a_training_that_cannot_be_is_one_line(given, message, trained, capsys, monkeypatch):
     """Of a training and of its dry run."""
-    monkeypatch.setattr(execution, "count_cores", lambda: 3)
+    monkeypatch.setattr(execution_settings, "count_cores", lambda: 3)
     options = [f"{option}={trained}" if option == "--init-from" else option for option in given]
     sizes = [f"--{name}={size}" for name, size in SIZES.items() if f"--{name}=" not in " ".join(given)]
     for dry in ([], ["--dry-run"]):

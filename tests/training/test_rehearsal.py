@@ -10,7 +10,7 @@ from torch import nn
 
 from lit_lazy.attention import Bias, BiasTerms, Gate, Mixer, MixerModule, Normaliser, Position
 from lit_lazy.attention.bias import BiasModule
-from lit_lazy.attention.layer import GateModule
+from lit_lazy.attention.gate import GateModule
 from lit_lazy.attention.normaliser import SoftmaxModule
 from lit_lazy.attention.position import PositionModule
 from lit_lazy.config.schema import RunConfig

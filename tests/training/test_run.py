@@ -22,10 +22,10 @@ from lit_lazy.config.serialisation import replace_at
 from lit_lazy.data.backcopy import Backcopy
 from lit_lazy.measure.diagnostic_arrays import Diagnostics
 from lit_lazy.optim import WSD, Muon
-from lit_lazy.support.errors import BusyError
-from lit_lazy.training import execution, head_monitor
+from lit_lazy.support.error_messages import BusyError
+from lit_lazy.training import execution_settings, head_monitor
 from lit_lazy.training.callbacks_and_loggers import METRICS, MetricFile, read_lines
-from lit_lazy.training.execution import Execution, describe_backend
+from lit_lazy.training.execution_settings import Execution, describe_backend
 from lit_lazy.training.run import run
 from lit_lazy.training.run_folder import DIAGNOSTICS, FINAL_CHECKPOINT, RESULT, RunResult
 
@@ -161,7 +161,7 @@ def test_a_run_that_resumes_on_another_backend_says_so(finished, tmp_path, caplo
     (label,) = RunResult.read(finished).labels.values()
     with monkeypatch.context() as patch:
         patch.setattr(Attention, "backend_name", lambda *_: "cpu")
-        patch.setattr(execution, "get_instruction_set", lambda: "rvv")
+        patch.setattr(execution_settings, "get_instruction_set", lambda: "rvv")
         run_until_killed(cfg, tmp_path / "same", step=11)
         shutil.copytree(tmp_path / "same", tmp_path / "other")
         run(cfg, tmp_path / "same")
@@ -176,10 +176,10 @@ def test_a_run_that_resumes_on_another_backend_says_so(finished, tmp_path, caplo
     ("threads", "percent", "said"), [(1, 100.0, None), (2, 10.0, None), (2, 60.0, "keeps 1.2 of 2")]
 )
 def test_busy_cores_are_told(threads, percent, said, monkeypatch):
-    monkeypatch.setattr(execution, "count_cores", lambda: 2)
+    monkeypatch.setattr(execution_settings, "count_cores", lambda: 2)
     monkeypatch.setattr("psutil.cpu_percent", lambda _: percent)
     torch.set_num_threads(threads)
-    found = execution.find_busy_cores()
+    found = execution_settings.find_busy_cores()
     assert found == (said and f"other work {said} cores busy; a small model is faster beside it with --threads 1")
 
 
@@ -194,7 +194,7 @@ def list_said(caplog, logger, level=logging.WARNING):
 def test_a_run_says_which_backend_it_uses_and_what_a_faster_one_lacks(
     asked, obstacle, missing, tmp_path, caplog, monkeypatch
 ):
-    monkeypatch.setattr(execution, "find_obstacle", lambda: obstacle)
+    monkeypatch.setattr(execution_settings, "find_obstacle", lambda: obstacle)
     monkeypatch.setattr(Attention, "backend_name", lambda *_: "chunked")
     with caplog.at_level(logging.INFO, "lit_lazy.training.run"):
         run(replace_at(config(steps=4), {"model.backend": asked}), tmp_path)

@@ -14,7 +14,7 @@ from test_run import RAMP, At, assert_same_run, config, logged
 
 from lit_lazy.attention import AttentionSpec, LearnedBias
 from lit_lazy.training.callbacks_and_loggers import METRICS, MetricFile
-from lit_lazy.training.execution import ONE_DEVICE, Execution
+from lit_lazy.training.execution_settings import ONE_DEVICE, Execution
 from lit_lazy.training.interrupts import Interrupts
 from lit_lazy.training.run import run
 

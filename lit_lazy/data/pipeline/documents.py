@@ -19,8 +19,8 @@ from tempfile import TemporaryFile
 from typing import Any, NamedTuple
 
 from lit_lazy.data.pipeline.files import open_stream, read_file_states, split_suffixes
-from lit_lazy.support.checks import require
-from lit_lazy.support.errors import explain, one_line
+from lit_lazy.support.checked_fields import require
+from lit_lazy.support.error_messages import explain, one_line
 
 # A tokeniser needs about a hundred times the memory of a document.
 MAX_DOCUMENT_BYTES = 16 * 2**20

@@ -11,8 +11,8 @@ from contextlib import suppress
 from pathlib import Path, PurePath
 from typing import BinaryIO
 
-from lit_lazy.support.checks import require
-from lit_lazy.support.errors import one_line
+from lit_lazy.support.checked_fields import require
+from lit_lazy.support.error_messages import one_line
 
 FORMATS = (".txt", ".md", ".jsonl", ".json", ".parquet")
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}

@@ -16,7 +16,7 @@ import huggingface_hub
 from lit_lazy.data.pipeline.documents import ROWS_AT_ONCE, Document, Files, Source, extract_documents
 from lit_lazy.data.pipeline.files import read_file_states
 from lit_lazy.support.background import call_with_timeout
-from lit_lazy.support.errors import one_line
+from lit_lazy.support.error_messages import one_line
 
 HUB_SECONDS = 10.0
 PATIENCE = 60.0

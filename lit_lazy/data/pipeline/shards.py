@@ -21,7 +21,7 @@ from filelock import Timeout
 
 from lit_lazy.data.pipeline.documents import Document, Source
 from lit_lazy.data.pipeline.tokeniser import Tokenizer, TokenizerSpec
-from lit_lazy.support.checks import require
+from lit_lazy.support.checked_fields import require
 from lit_lazy.support.console import plain_console
 from lit_lazy.support.disk import write_atomically, write_text
 from lit_lazy.support.locks import make_file_lock

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from lit_lazy.data.pipeline.tokeniser_trial import try_tokenizer
-from lit_lazy.support.checks import require
+from lit_lazy.support.checked_fields import require
 from lit_lazy.support.disk import open_file
-from lit_lazy.support.errors import explain, one_line
+from lit_lazy.support.error_messages import explain, one_line
 from lit_lazy.support.names_to_paths import suggest_file
 
 if TYPE_CHECKING:

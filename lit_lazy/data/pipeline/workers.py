@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from lit_lazy.data.pipeline.shards import Count, FileJob, Shard, find_or_make_shard, remove_shard
-from lit_lazy.support.errors import UnfinishedError, describe_exception
+from lit_lazy.support.error_messages import UnfinishedError, describe_exception
 from lit_lazy.support.machine import count_cores
 
 WORTH_PROCESSES = 64 * 2**20

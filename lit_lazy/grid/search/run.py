@@ -17,14 +17,14 @@ from rich.console import Console
 from lit_lazy.grid.ablation import Cell
 from lit_lazy.grid.cell_state import HOLDER, clear_leftovers
 from lit_lazy.grid.estimate import estimate_training
-from lit_lazy.grid.job import Ending, LaunchOptions, Work
-from lit_lazy.grid.mirror import GridMirror, MirroredCell
+from lit_lazy.grid.mlflow_mirror import GridMirror, MirroredCell
 from lit_lazy.grid.run import execute_cells, is_finished, open_folder
 from lit_lazy.grid.search.definition import DEFINITION, MONITORED, Definition, point_name
 from lit_lazy.grid.study import open_study
+from lit_lazy.grid.work_records import Ending, LaunchOptions, Work
 from lit_lazy.support.console import format_count, format_duration
 from lit_lazy.support.disk import write_text
-from lit_lazy.support.errors import explain
+from lit_lazy.support.error_messages import explain
 from lit_lazy.support.locks import make_file_lock
 from lit_lazy.support.secrets import format_command_line
 from lit_lazy.table.records import Point

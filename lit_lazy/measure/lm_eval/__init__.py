@@ -20,8 +20,8 @@ from lit_lazy.data.pipeline.hub import go_offline_unless_hub_answers, import_dat
 from lit_lazy.data.pipeline.tokeniser import Tokenizer
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.model.generation import Prompts
-from lit_lazy.support.checks import Bounds, PositiveInt, require
-from lit_lazy.support.errors import iter_causes, one_line
+from lit_lazy.support.checked_fields import Bounds, PositiveInt, require
+from lit_lazy.support.error_messages import iter_causes, one_line
 
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager

@@ -17,7 +17,7 @@ from contextlib import suppress
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, NamedTuple, Self
 
-from lit_lazy.support.errors import short_repr
+from lit_lazy.support.error_messages import short_repr
 from lit_lazy.support.imported_code import keep_file
 
 MOST = 2**63 - 1

@@ -33,7 +33,7 @@ from lit_lazy.data.pipeline.shards import FileJob, Piece, Shard, find_or_make_sh
 from lit_lazy.data.pipeline.workers import choose_process_count, make_shards
 from lit_lazy.support.console import format_count, plain_console
 from lit_lazy.support.disk import quarantine, write_atomically, write_text
-from lit_lazy.support.errors import explain, one_line
+from lit_lazy.support.error_messages import explain, one_line
 
 FACTS = "corpus.json"
 PARTS = ("train", "validation")

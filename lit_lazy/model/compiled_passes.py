@@ -14,7 +14,7 @@ from flash_lazy.call import is_traced
 from flash_lazy.cpu import library
 from flash_lazy.cpu.decoder import ALIGNMENT, Decoder, Layer, decoder_loss, decoder_residual
 from lit_lazy.attention import Attention
-from lit_lazy.attention.layer import GateModule
+from lit_lazy.attention.gate import GateModule
 from lit_lazy.attention.normaliser import find_lazy_threshold
 from lit_lazy.model.decoder import Block, DecoderLM, SwiGLU
 from lit_lazy.model.loss import head_nll, mean_nll

@@ -13,8 +13,8 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 from lit_lazy.attention.normaliser import NormaliserModule
 from lit_lazy.config.schema import TrainConfig
 from lit_lazy.model.decoder import DecoderLM
-from lit_lazy.support.checks import require
-from lit_lazy.support.errors import did_you_mean
+from lit_lazy.support.checked_fields import require
+from lit_lazy.support.error_messages import did_you_mean
 
 MOST_NAMED = 3
 """Frozen parameters in a message, at most."""

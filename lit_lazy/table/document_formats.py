@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lit_lazy.support.errors import escape_controls
+from lit_lazy.support.error_messages import escape_controls
 
 LONGEST_TEXT = 2000
 """Characters of a text in a block that `shorten_block` shortens."""

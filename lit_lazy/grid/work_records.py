@@ -10,7 +10,7 @@ from lit_lazy.grid.ablation import Cell
 from lit_lazy.grid.plan import Plan
 from lit_lazy.grid.reused_results import TakenResult
 from lit_lazy.support.names_to_paths import join_name
-from lit_lazy.training.execution import ONE_DEVICE, Execution
+from lit_lazy.training.execution_settings import ONE_DEVICE, Execution
 from lit_lazy.training.run_folder import locate_cell
 
 

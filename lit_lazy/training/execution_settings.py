@@ -10,7 +10,7 @@ import torch
 from flash_lazy.cpu.library import find_obstacle, get_instruction_set
 from flash_lazy.fused import configurations
 from lit_lazy.config.schema import TrainConfig
-from lit_lazy.support.checks import CheckedFields, PositiveInt, require
+from lit_lazy.support.checked_fields import CheckedFields, PositiveInt, require
 from lit_lazy.support.machine import count_cores
 
 BUSY_SECONDS, BUSY_CORES = 0.2, 0.5

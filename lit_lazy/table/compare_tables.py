@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from lit_lazy.support.console import align, format_count
-from lit_lazy.support.errors import did_you_mean, escape_controls
+from lit_lazy.support.error_messages import did_you_mean, escape_controls
 from lit_lazy.table.finding_text import describe_unlearned, format_seeds
-from lit_lazy.table.records import Table
 from lit_lazy.table.render import NOT_DEFINED, format_effect, format_estimate
+from lit_lazy.table.results_table import Table
 from lit_lazy.table.statistics import Effect, compute_contrast, compute_unpaired_difference
 
 Settings = Mapping[str, Mapping[str, str]]

@@ -5,10 +5,12 @@ from dataclasses import replace
 from typing import Any
 
 from lit_lazy.config.serialisation import flatten
+from lit_lazy.grid.cell_record import CellRecord
 from lit_lazy.grid.cell_state import read_state
-from lit_lazy.grid.grid_folder import CellRecord, GridFolder, add_note, name_version
-from lit_lazy.grid.job import Grid
+from lit_lazy.grid.grid_folder import GridFolder
+from lit_lazy.grid.grid_table import add_note, name_version
 from lit_lazy.grid.plan import Plan
+from lit_lazy.grid.work_records import Grid
 from lit_lazy.support.console import format_count, format_duration
 from lit_lazy.table.declaration import Declaration
 from lit_lazy.table.records import RowInfo

@@ -20,12 +20,13 @@ from rich.console import Console
 from lit_lazy.grid.grid_folder import ASIDE, GridFolder, read_grid
 from lit_lazy.support.background import repeat_in_background
 from lit_lazy.support.console import get_program_name
-from lit_lazy.support.errors import BusyError
+from lit_lazy.support.error_messages import BusyError
 from lit_lazy.support.locks import make_file_lock
 from lit_lazy.support.provenance import git_sha
-from lit_lazy.table.document_blocks import Paragraph, to_markdown
+from lit_lazy.table.document_formats import Paragraph, to_markdown
 from lit_lazy.table.finding_text import describe_findings
-from lit_lazy.table.records import Table, make_outcome_name
+from lit_lazy.table.records import make_outcome_name
+from lit_lazy.table.results_table import Table
 from lit_lazy.tracking.store_address import COMPLETE, INTERRUPTED, NOTE, PARENT, End, default_uri, run_link
 from lit_lazy.tracking.views import build_views
 from lit_lazy.training.run_folder import (
@@ -48,7 +49,7 @@ BUSY_SECONDS, HANG_SECONDS = 30.0, 60.0
 FILES = ("plan.json", "search.json", "table.*", "details.md", "*.png", "*.svg", "report.html")
 """Files of a grid's folder that its parent run carries."""
 
-log = logging.getLogger("lit_lazy.grid.mirror")
+log = logging.getLogger("lit_lazy.grid.mlflow_mirror")
 
 
 @dataclass(frozen=True)

@@ -17,19 +17,19 @@ from typing import Any, NamedTuple, TypeVar
 from urllib.parse import quote
 
 from lit_lazy.support.console import format_duration
-from lit_lazy.support.errors import describe_exception
+from lit_lazy.support.error_messages import describe_exception
 from lit_lazy.support.names_to_paths import PROJECT
 from lit_lazy.support.stored_records import make_record
 from lit_lazy.table.build import TABLE, read_table
 from lit_lazy.table.column_statistics import Measure
 from lit_lazy.table.columns import Column
 from lit_lazy.table.declaration import Declaration, Finding, Verdict
-from lit_lazy.table.document_blocks import Block, Heading, Paragraph, escape_markdown, to_markdown
+from lit_lazy.table.document_formats import Block, Heading, Paragraph, escape_markdown, to_markdown
 from lit_lazy.table.finding_text import format_seeds
-from lit_lazy.table.records import Table
 from lit_lazy.table.render import build_finding, choose_columns, format_effect, format_estimate
+from lit_lazy.table.results_table import Table
 from lit_lazy.table.statistics import LEAST
-from lit_lazy.table.verdict_text import describe_bounds, format_finding, format_interval
+from lit_lazy.table.verdict import describe_bounds, format_finding, format_interval
 
 T = TypeVar("T")
 SUBJECTS = (

@@ -3,7 +3,6 @@
 import csv
 import io
 import json
-import shutil
 from pathlib import Path
 
 import pytest
@@ -11,6 +10,7 @@ from made_grid import MadeGrid
 from mistakes import expect_refusal
 from mlflow.tracking import MlflowClient
 from rich.console import Console
+from stores import make_runs
 
 from lit_lazy.command.main import main
 from lit_lazy.grid.cell_state import claim
@@ -39,9 +39,7 @@ def test_studies_are_in_the_folder_that_was_named(tmp_path: Path) -> None:
 
 
 def test_a_training_in_an_odd_folder_is_in_mlflow(place, empty_store) -> None:
-    runs = place / FOLDER
-    runs.mkdir()
-    shutil.copy(empty_store, runs / "mlflow.db")
+    runs = make_runs(place, empty_store).rename(place / FOLDER)
     assert main(["train", "backcopy_tiny", "--runs", str(runs), "--threads", "1"]) == 0
     assert [path.name for path in place.iterdir()] == [FOLDER]
     client = MlflowClient(default_uri(runs))
@@ -56,13 +54,12 @@ def test_each_format_of_a_table_holds_the_names_as_text(tmp_path: Path) -> None:
     for name in NAMES:
         made.finish(name, 0, {"loss/excess": 1.0})
     save(made.read().build_table(), tmp_path)
-    with (tmp_path / "table.csv").open(newline="") as file:
-        variants = {line["variant"] for line in csv.DictReader(file)}
-    assert variants == {NAMES[0], f"'{NAMES[1]}"}
-    assert [row["variant"] for row in json.loads((tmp_path / "table.json").read_text())["rows"]] == [*NAMES]
-    assert "<b>" not in (tmp_path / "table.html").read_text()
-    assert r"\$\textbackslash{}frac\{" in (tmp_path / "table.tex").read_text()
-    assert r"lazy \[/x\] {0} %s" in (tmp_path / "table.md").read_text()
+    read = {kind: (tmp_path / f"table.{kind}").read_text() for kind in ("csv", "json", "html", "tex", "md")}
+    assert {line["variant"] for line in csv.DictReader(io.StringIO(read["csv"]))} == {NAMES[0], f"'{NAMES[1]}"}
+    assert [row["variant"] for row in json.loads(read["json"])["rows"]] == [*NAMES]
+    assert "<b>" not in read["html"]
+    assert r"\$\textbackslash{}frac\{" in read["tex"]
+    assert r"lazy \[/x\] {0} %s" in read["md"]
 
 
 def test_the_terminal_shows_names_and_reasons_as_they_are(tmp_path, monkeypatch, capsys) -> None:

@@ -9,17 +9,7 @@ import forked
 import pytest
 from wrong_values import other_value, wrong_texts
 
-from lit_lazy.attention import (
-    AttentionSpec,
-    Bias,
-    Elastic,
-    Gate,
-    LearnedBias,
-    NoBias,
-    Normaliser,
-    Position,
-    Rope,
-)
+from lit_lazy.attention import AttentionSpec, Bias, Elastic, Gate, LearnedBias, NoBias, Normaliser, Position, Rope
 from lit_lazy.command.doctor_new_fields import fill_template
 from lit_lazy.config.overrides import apply_overrides, check_field_names, list_fields
 from lit_lazy.config.schema import ModelConfig, RunConfig, TrainConfig

@@ -4,7 +4,6 @@ import faulthandler
 import gc
 import math
 import os
-import shutil
 import signal
 import socket
 import sys
@@ -13,10 +12,12 @@ from pathlib import Path
 
 import postgres
 import pytest
+from chromium import CHROMIUM
 from filelock import FileLock
 from mistakes import place
 from mlflow_server import mlflow_server
 from postgres import postgres_server
+from stores import make_runs
 from task_files import offline, task_folder
 from torch_alone import torch_site
 
@@ -26,6 +27,9 @@ __all__ = ["mlflow_server", "offline", "place", "postgres_server", "task_folder"
 
 # Imports and the collection make millions of objects and hardly any garbage, so none is looked for until its end.
 gc.disable()
+
+# What a user's shell names is no store of tests.
+os.environ.pop("MLFLOW_TRACKING_URI", None)
 
 # A busy machine must not add lines to what a command says.
 console.QUIET_SECONDS = math.inf
@@ -56,41 +60,21 @@ def _one_thread() -> None:
 
 
 @pytest.fixture(scope="session")
-def _cheap_grids() -> Iterator[None]:
-    """Start workers of all commands from one server of forks, poll them often, and draw no variant's figures."""
+def _cheap_grids() -> None:
     import forked
 
-    from lit_lazy.grid import run
-    from lit_lazy.report import ablation_page
-
-    forked.start_fork_server(fork=True)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run, "POLL_SECONDS", 0.1)
-        patch.setattr(run, "LOOK_SECONDS", 0.5)
-        patch.setattr(ablation_page, "SHOWN_VARIANTS", 0)
-        yield
+    forked.make_cheap(fork=True)
 
 
 @pytest.fixture(scope="module")
 def no_pictures() -> Iterator[None]:
-    """Write tables without figures and empty reports: drawing takes longer than a tiny grid.
-
-    `lit-lazy report` draws as always.
-    """
+    """Write tables without figures and empty reports: drawing takes longer than a tiny grid."""
     from lit_lazy.report import ablation_page
-
-    draw, render = ablation_page.draw_table_figures, ablation_page.render_report
 
     def write_empty_report(_grid: object, folder: Path, *_: object) -> None:
         (folder / ablation_page.REPORT).touch()
 
-    def render_drawn(*given: object) -> str:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(ablation_page, "draw_table_figures", draw)
-            return render(*given)
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ablation_page, "render_report", render_drawn)
         patch.setattr(ablation_page, "draw_table_figures", lambda _table: {})
         patch.setattr(ablation_page, "write_report", write_empty_report)
         yield
@@ -122,13 +106,10 @@ def empty_store(tmp_path_factory: pytest.TempPathFactory, _cheap_grids: None) ->
 
 
 @pytest.fixture
-def runs(tmp_path: Path, empty_store: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def runs(tmp_path: Path, empty_store: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty runs folder with a prepared store."""
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    folder = tmp_path / "runs"
-    folder.mkdir()
-    shutil.copy(empty_store, folder / "mlflow.db")
-    return folder
+    return make_runs(tmp_path, empty_store)
 
 
 @pytest.fixture(scope="session")
@@ -141,21 +122,17 @@ def duo_runs(tmp_path_factory: pytest.TempPathFactory, empty_store: Path) -> Pat
 
     from lit_lazy.command.main import main
 
-    runs = tmp_path_factory.mktemp("duo") / "runs"
-    runs.mkdir()
-    shutil.copy(empty_store, runs / "mlflow.db")
+    runs = make_runs(tmp_path_factory.mktemp("duo"), empty_store)
     ablation = runs.with_name("duo.py")
     ablation.write_text(two_rows("duo", lazy=ODD))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delenv("MLFLOW_TRACKING_URI", raising=False)
-        command = ["ablate", "run", str(ablation), "--keep-checkpoint", "--workers", "1", "--runs", str(runs)]
-        assert main(command) == 0
-        assert main(["train", "backcopy_tiny", "--runs", str(runs), "--threads", "1"]) == 0
+    command = ["ablate", "run", str(ablation), "--keep-checkpoint", "--workers", "1", "--runs", str(runs)]
+    assert main(command) == 0
+    assert main(["train", "backcopy_tiny", "--runs", str(runs), "--threads", "1"]) == 0
     return runs
 
 
 @pytest.fixture
-def postgres_storage(postgres_server: postgres.Server) -> str:
+def postgres_storage(postgres_server: str) -> str:
     return postgres.create_database(postgres_server, "queue")
 
 
@@ -175,7 +152,7 @@ def pytest_collection_finish() -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run a file in one process, which makes once what its tests share, but the kernels' anywhere, and last.
 
-    So no process waits for a long file. Skip GPU tests with a reason without a GPU.
+    So no process waits for a long file. Skip tests that need a GPU, or a browser, with a reason without one.
     """
     import torch
 
@@ -185,6 +162,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.xdist_group(item.path.stem))
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device, torch sees none"))
+        if item.get_closest_marker("browser") and CHROMIUM is None:
+            assert not os.environ.get("LIT_LAZY_REQUIRE_BROWSER"), "chromium is missing, and must not be here"
+            item.add_marker(pytest.mark.skip(reason="needs chromium on the PATH"))
 
 
 @pytest.fixture

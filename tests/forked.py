@@ -59,28 +59,23 @@ def run(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
     return subprocess.CompletedProcess(command, process.returncode, out, err)
 
 
-def make_cheap() -> None:
-    """Start ranks of this process and its forks as forks, their workers from one server, and draw no variant's figures.
+def check(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+    """Like `run`, of a command that has to succeed."""
+    done = run(command, **options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done
 
-    For programs; tests use fixtures.
-    """
+
+def make_cheap(fork: bool = False) -> None:
+    """Start workers of this process and its forks from one server, poll them often, and draw no variant's figures."""
     from lit_lazy.grid import mlflow_mirror  # noqa: F401  imported for the forks
     from lit_lazy.grid import run as grid
-    from lit_lazy.grid.search import run as search  # noqa: F401
     from lit_lazy.report import ablation_page
-    from lit_lazy.training import (
-        ranks,
-        trainer,  # noqa: F401
-    )
-    from lit_lazy.training import run as training
 
     torch.set_num_threads(1)
-    start_fork_server()
-    ranks.subprocess = sys.modules[__name__]  # type: ignore[attr-defined]
-    # A fork has the classes of users' files; importing them again would duplicate them.
-    training.list_user_files = lambda _: []
+    start_fork_server(fork)
     grid.POLL_SECONDS = 0.1
-    grid.LOOK_SECONDS = 1.0
+    grid.LOOK_SECONDS = 0.5
     ablation_page.SHOWN_VARIANTS = 0
 
 

@@ -13,15 +13,8 @@ from lit_lazy.measure.diagnostic_arrays import Diagnostics
 from lit_lazy.support.disk import write_text
 from lit_lazy.table.columns import COLUMNS
 from lit_lazy.table.records import RowInfo
+from lit_lazy.training import run_folder
 from lit_lazy.training.callbacks_and_loggers import MetricFile
-from lit_lazy.training.run_folder import (
-    DIAGNOSTICS,
-    RunResult,
-    clear_failure,
-    locate_cell,
-    write_failure,
-    write_settings,
-)
 
 ROWS = ("softmax", "lazy")
 
@@ -53,7 +46,7 @@ class MadeGrid:
         return read_grid(self.folder)
 
     def locate(self, variant: str, seed: int) -> Path:
-        return locate_cell(self.folder, make_key(variant, seed))
+        return run_folder.locate_cell(self.folder, make_key(variant, seed))
 
     def make_config(self, seed: int, model: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """A cell's config, with no more than readers ask of it."""
@@ -64,8 +57,8 @@ class MadeGrid:
         """Begin or resume a cell: log the loss 1 / step of each step; returns its run folder."""
         folder = self.locate(variant, seed)
         logger = MetricFile(folder)
-        clear_failure(folder)
-        write_settings(folder, make_key(variant, seed), "", self.make_config(seed))
+        run_folder.clear_failure(folder)
+        run_folder.write_settings(folder, make_key(variant, seed), "", self.make_config(seed))
         for step in steps:
             logger.log_metrics({"train/loss": 1 / step}, step)
         return folder
@@ -80,10 +73,10 @@ class MadeGrid:
     ) -> None:
         folder = self.locate(variant, seed)
         folder.mkdir(parents=True, exist_ok=True)
-        clear_failure(folder)
+        run_folder.clear_failure(folder)
         if diagnostics is not None:
-            diagnostics.save(folder / DIAGNOSTICS)
-        RunResult(
+            diagnostics.save(folder / run_folder.DIAGNOSTICS)
+        run_folder.RunResult(
             key=make_key(variant, seed),
             config=self.make_config(seed, model),
             data={},
@@ -98,4 +91,4 @@ class MadeGrid:
         ).write(folder)
 
     def fail(self, variant: str, seed: int, reason: str) -> None:
-        write_failure(self.locate(variant, seed), reason)
+        run_folder.write_failure(self.locate(variant, seed), reason)

@@ -50,9 +50,7 @@ def start_writer(kind: str, path: Path, place: tuple[str, ...] = ()) -> subproce
 
 
 @pytest.mark.parametrize("kind", ["file", "folder"])
-def test_what_a_killed_process_left_is_removed_and_what_another_one_writes_is_not(
-    kind: str, place: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_what_a_killed_process_left_is_removed_and_what_another_one_writes_is_not(kind, place, tmp_path) -> None:
     path = tmp_path / "out"
     with start_writer(kind, path, place) as killed:
         killed.kill()

@@ -1,5 +1,6 @@
 """Commands and examples of README and docs/extend.md run, public names import, pins agree, links resolve."""
 
+import glob
 import os
 import re
 import shlex
@@ -92,10 +93,9 @@ def test_a_command_of_the_pages(command: str, runs: Path, tmp_path: Path) -> Non
         write_examples(tmp_path)
     words = shrink_command(command, runs)
     if words[0] == "make":
-        done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, env=ENVIRONMENT)
+        subprocess.run(words, cwd=ROOT, check=True, env=ENVIRONMENT)
     else:
-        done = forked.run(words, cwd=tmp_path, env=ENVIRONMENT)
-    assert done.returncode == 0, done.stdout + done.stderr
+        forked.check(words, cwd=tmp_path, env=ENVIRONMENT)
 
 
 def test_the_pages_have_the_commands_that_are_tested() -> None:
@@ -109,11 +109,8 @@ def test_make_table2_trains_its_rows_once(runs: Path) -> None:
     assert 'experiment("backcopy_small"' in README, "its example trains what its table does"
     command = [*shlex.split(line), "--rows", "softmax,lazy,lazy tau_init 2"]
     table = runs / "table2-backcopy_small" / "table.md"
-    done = forked.run(command, cwd=ROOT, env=ENVIRONMENT)
-    assert done.returncode == 0, done.stdout + done.stderr
-    first = table.read_text()
-    again = forked.run(command, cwd=ROOT, env=ENVIRONMENT)
-    assert again.returncode == 0, again.stderr
+    done, first = forked.check(command, cwd=ROOT, env=ENVIRONMENT), table.read_text()
+    again = forked.check(command, cwd=ROOT, env=ENVIRONMENT)
     assert "3 cells, all finished: nothing to do" in again.stdout
     assert "Did not learn the task (in so many cells): lazy tau_init 2 (1 of 1)." in " ".join(done.stdout.split())
     assert again.stdout.endswith(done.stdout[done.stdout.index("Excess loss against lazy") :])
@@ -140,8 +137,7 @@ def test_examples_of_the_pages_run(tmp_path: Path) -> None:
     kinds = {"softpick", "bias", "data", "ablation", "factorial", "question", "search"}
     assert {f"my_{kind}.py" for kind in kinds} <= set(names)
     for name in names:
-        done = forked.run([sys.executable, name], cwd=tmp_path)
-        assert done.returncode == 0, done.stderr
+        forked.check([sys.executable, name], cwd=tmp_path)
 
 
 def test_the_rule_of_the_readme_is_measured_and_exported(tmp_path: Path) -> None:
@@ -149,9 +145,8 @@ def test_the_rule_of_the_readme_is_measured_and_exported(tmp_path: Path) -> None
     write_examples(tmp_path)
     (block,) = re.findall(r"^```\n(lit-lazy train my_relu.py\n.*?)^```", README, re.M | re.S)
     for line in block.splitlines():
-        words = [word for given in line.split() for word in expand_glob(given, tmp_path)]
-        done = forked.run([str(BIN / words[0]), *words[1:]], cwd=tmp_path, env=ENVIRONMENT)
-        assert done.returncode == 0, done.stdout + done.stderr
+        words = [word for given in line.split() for word in glob.glob(given, root_dir=tmp_path) or [given]]
+        forked.check([str(BIN / words[0]), *words[1:]], cwd=tmp_path, env=ENVIRONMENT)
     assert list(tmp_path.glob("runs/diagnose-*/parameters_by_head.png"))
     (tmp_path / "use.py").write_text(
         "import torch\nfrom transformers import AutoModelForCausalLM\n"
@@ -162,11 +157,6 @@ def test_the_rule_of_the_readme_is_measured_and_exported(tmp_path: Path) -> None
     # A fork would inherit the module cache of other tests.
     environment = ENVIRONMENT | {"HF_HOME": str(tmp_path / "hf")}
     subprocess.run([sys.executable, "use.py"], cwd=tmp_path, env=environment, check=True)
-
-
-def expand_glob(word: str, folder: Path) -> list[str]:
-    """As a shell does."""
-    return [str(path.relative_to(folder)) for path in folder.glob(word)] if "*" in word else [word]
 
 
 def test_links_of_the_documents_and_tests_that_they_name_exist() -> None:
@@ -183,8 +173,7 @@ def test_every_public_name_imports(tmp_path: Path) -> None:
     imports = [f"from {module} import {names.replace('`', '')}" for module, names in rows]
     assert len(imports) > 30
     (tmp_path / "names.py").write_text("\n".join(imports))
-    done = forked.run([sys.executable, "names.py"], cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    forked.check([sys.executable, "names.py"], cwd=tmp_path)
 
 
 @pytest.mark.parametrize("pages", MOST_WORDS, ids=lambda pages: f"{len(pages)} from {pages[0]}")

@@ -30,17 +30,14 @@ print(tokenizer.decode(model.generate(**prompt, max_new_tokens=8, do_sample=Fals
 
 @pytest.mark.long
 @pytest.mark.usefixtures("offline", "forked_ranks", "runs")
-def test_text_to_tokens_to_a_model_to_benchmarks_to_weights(
-    tmp_path: Path, task_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_text_to_tokens_to_a_model_to_benchmarks_to_weights(tmp_path, task_folder, monkeypatch, capsys) -> None:
     """Tokenise Python's standard library, train on two processes, run benchmarks, generate, export, load."""
     monkeypatch.setenv("LIT_LAZY_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     page = (ROOT / "docs" / "scale.md").read_text()
     (corpus,) = re.findall(r"^```python\n(\"\"\"Documents.*?)^```", page, re.M | re.S)
-    library = Path(sysconfig.get_path("stdlib"))
-    for file in sorted(library.glob("*.py"))[:FILES]:
-        (tmp_path / "library").mkdir(exist_ok=True)
+    (tmp_path / "library").mkdir()
+    for file in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))[:FILES]:
         shutil.copy(file, tmp_path / "library")
     with monkeypatch.context() as patch:
         patch.setattr(sysconfig, "get_path", lambda _: str(tmp_path / "library"))

@@ -66,11 +66,11 @@ def test_the_card_has_the_row_of_the_run_and_no_path(trained, tmp_path, capsys) 
     assert [path.name for path in out.parent.iterdir()] == ["out"]
     metrics = json.loads((trained.parent / RESULT).read_text())["metrics"]
     text = (out / "README.md").read_text()
-    first = text.splitlines().index(next(line for line in text.splitlines() if line.startswith("| excess loss")))
-    titles, _, values = ([cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()[first:][:3])
-    row = dict(zip(titles, values, strict=True))
-    assert row["excess loss (nats)"] == f"{metrics['loss/excess']:.4f}"
-    assert row["trigger accuracy (%)"] == f"{100 * metrics['accuracy/trigger']:.2f}"
+    row = text[text.index("| excess loss") :].splitlines()[:3:2]
+    titles, values = ([cell.strip() for cell in line.split("|")] for line in row)
+    shown = dict(zip(titles, values, strict=True))
+    assert shown["excess loss (nats)"] == f"{metrics['loss/excess']:.4f}"
+    assert shown["trigger accuracy (%)"] == f"{100 * metrics['accuracy/trigger']:.2f}"
     assert "Elastic(renormalise=False, tau_init=1.0, threshold='per_query'" in text
     assert "6 steps of" in text
     assert str(tmp_path) not in text
@@ -96,11 +96,9 @@ def test_its_tokenizer_gives_the_tokens_of_the_training(bpe: Path, tmp_path: Pat
         assert theirs.eos_token_id == theirs.pad_token_id == ours.separator
         model = AutoModelForCausalLM.from_pretrained(out, trust_remote_code=True)
         both = theirs(["a cat on that", "that"], return_tensors="pt", padding=True)
-        (_, padded), alone = (
-            model.generate(**given, max_new_tokens=4, do_sample=False)
-            for given in (both, theirs("that", return_tensors="pt"))
-        )
-        assert padded[-4:].equal(alone[0, -4:]), "a shorter prompt goes on as it does alone"
+        alone = theirs("that", return_tensors="pt")
+        ends = [model.generate(**given, max_new_tokens=4, do_sample=False)[-1, -4:] for given in (both, alone)]
+        assert ends[0].equal(ends[1]), "a shorter prompt goes on as it does alone"
         written = [(out / name).read_text() for name in TOKENIZER | {"README.md", "config.json"}]
         assert str(tmp_path) not in "".join(written)
 
@@ -120,9 +118,8 @@ def test_the_folder_is_there_whole_or_not_at_all(tmp_path: Path, monkeypatch: py
 def test_mistakes(trained: Path, place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (place / "full").mkdir()
     (place / "full" / "mine.txt").write_text("mine")
-    retnet = save(
-        tmp_path / "retnet.ckpt", replace_at(NUMBERS, {"model.attention": AttentionSpec(), "model.mixer": RetNet()})
-    )
+    mixed = replace_at(NUMBERS, {"model.attention": AttentionSpec(), "model.mixer": RetNet()})
+    retnet = save(tmp_path / "retnet.ckpt", mixed)
     shutil.copy(trained, tmp_path / FINAL_CHECKPOINT)
     (tmp_path / RESULT).write_text("{")
     for words, named in (

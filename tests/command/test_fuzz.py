@@ -101,12 +101,7 @@ def accept(*_args: object, **_options: object) -> None:
 def values() -> st.SearchStrategy[str]:
     parts = [name for part in (Normaliser, Bias, Gate, Position, DataConfig) for name in find_leaf_classes(part)]
     drawn = st.integers(1, 64), st.floats(0.001, 0.9), st.integers(), st.floats()
-    texts = (
-        st.sampled_from(["", *PLAIN.split()]),
-        st.sampled_from(STRANGE),
-        st.text(max_size=20),
-        st.sampled_from(parts),
-    )
+    texts = *map(st.sampled_from, (["", *PLAIN.split()], STRANGE, parts)), st.text(max_size=20)
     return st.one_of(*(number.map(str) for number in drawn), *texts)
 
 

@@ -7,6 +7,7 @@ import shutil
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import forked
 import pytest
@@ -78,18 +79,15 @@ def test_several_texts_have_headers_and_may_come_from_files(of_bytes, tmp_path, 
     files = ["--prompt-file", str(tmp_path / "ü.txt"), "--prompt-file", "-"]
     out, _ = said([of_bytes, "--prompt", "a", "--prompt", "", *files, "--tokens", "8", "--temperature", "0"], capsys)
     titles = ["--prompt 'a'", "--prompt ''", f"--prompt-file {str(tmp_path / 'ü.txt')!r}", "--prompt-file '-'"]
-    expected = by_hand(of_bytes, ["a", "\0", "naïve", "x = "], 8)
-    shown = [f"== {title}\n{text}" for title, text in zip(titles, expected, strict=True)]
+    expected = zip(titles, by_hand(of_bytes, ["a", "\0", "naïve", "x = "], 8), strict=True)
+    shown = [f"== {title}\n{text}" for title, text in expected]
     assert [part.rstrip("\ufffd\n") for part in re.split(r"(?m)^(?=== -)", out)[1:]] == [x.rstrip("\n") for x in shown]
 
 
 def test_a_cache_that_evicts_stays_small_and_says_what_it_dropped(of_bytes, capsys) -> None:
-    out, last = said([of_bytes, "--prompt", "import", "--tokens", "60", "--first", "2", "--window", "10"], capsys)
-    assert out
-    drawn = int(last[1])
-    layers, width = BYTES.model.n_layers, BYTES.model.d_model
-    assert last[2] == f"{2 * layers * width * 12 * 4:,}"
-    assert last[3] == f", {6 + drawn - 1 - 12} tokens evicted"
+    _, last = said([of_bytes, "--prompt", "import", "--tokens", "60", "--first", "2", "--window", "10"], capsys)
+    size = 2 * BYTES.model.n_layers * BYTES.model.d_model * 12 * 4
+    assert last.groups()[1:] == (f"{size:,}", f", {6 + int(last[1]) - 1 - 12} tokens evicted")
 
 
 def test_numbers_are_continued_by_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -138,8 +136,7 @@ class TestTokenizers:
 
     def byte_fallback(self, folder: Path, trims: bool) -> Path:
         """A file of the form of Llama 2's, or of Gemma's, which keeps a space at the start."""
-        bytes_ = [f"<0x{i:02X}>" for i in range(256)]
-        words = ["<unk>", "<s>", "</s>", *bytes_, "▁", "a", "b", "▁a", "é"]
+        words = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), "▁", "a", "b", "▁a", "é"]
         ids = {word: i for i, word in enumerate(words)}
         tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(ids, [], unk_token="<unk>", byte_fallback=True))
         decoders = tokenizers.decoders
@@ -161,14 +158,10 @@ def split(pattern: str) -> tokenizers.pre_tokenizers.PreTokenizer:
     return tokenizers.pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated")
 
 
-@pytest.mark.parametrize(
-    "parts",
-    [
-        {"normalizer": tokenizers.normalizers.Sequence([tokenizers.normalizers.Replace("ß", "ß" * 10)] * 8)},
-        {"pre_tokenizer": split("(a+)+$")},
-    ],
-    ids=lambda parts: "".join(parts),
-)
+GROWS = tokenizers.normalizers.Sequence([tokenizers.normalizers.Replace("ß", "ß" * 10)] * 8)
+
+
+@pytest.mark.parametrize("parts", [{"normalizer": GROWS}, {"pre_tokenizer": split("(a+)+$")}], ids="".join)
 def test_a_small_tokenizer_that_asks_for_any_memory_or_time_is_refused(parts: dict[str, Any], bpe: Path) -> None:
     spoil(bpe, **parts)
     with pytest.raises(ValueError, match=r"^data.tokenizer='.*': cannot be used \(needs more than 2 GiB or 30 s"):
@@ -212,26 +205,17 @@ WRONG = [
 ]
 
 
-@pytest.fixture(scope="module")
-def wrong(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("checkpoints")
-    save(folder / "bytes.ckpt", BYTES, 256)
-    save(folder / "numbers.ckpt", NUMBERS)
-    save(folder / "fire.ckpt", replace_at(NUMBERS, {"model.attention.bias": Fire()}))
-    save(folder / "other.ckpt", BYTES)
-    return folder
-
-
-@pytest.mark.parametrize(("words", "named"), WRONG, ids=[words for words, _ in WRONG])
-def test_mistakes(words: str, named: str, wrong: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    monkeypatch.chdir(wrong)
-    assert named in expect_refusal(["generate", *shlex.split(words)], capsys)
+def test_mistakes(tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    save(Path("bytes.ckpt"), BYTES, 256)
+    save(Path("numbers.ckpt"), NUMBERS)
+    save(Path("fire.ckpt"), replace_at(NUMBERS, {"model.attention.bias": Fire()}))
+    save(Path("other.ckpt"), BYTES)
+    for words, named in WRONG:
+        assert named in expect_refusal(["generate", *shlex.split(words)], capsys)
 
 
 def test_ctrl_c_ends_the_text(of_bytes, monkeypatch, capsys) -> None:
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("lit_lazy.model.generation.draw", interrupt)
+    monkeypatch.setattr("lit_lazy.model.generation.draw", Mock(side_effect=KeyboardInterrupt))
     assert main(["generate", of_bytes, "--prompt", "a"]) == 130
     assert capsys.readouterr().err == "\ninterrupted\n"

@@ -1,12 +1,12 @@
 """`lit-lazy import`: wrong sources are refused in one line before anything is written; every command takes a result."""
 
 import json
-import pickle
 import re
 import struct
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import gguf
 import pytest
@@ -61,14 +61,13 @@ def remove(name: str) -> Callable[[Path], object]:
     return lambda source: (source / name).unlink()
 
 
-def leave_a_pickle(source: Path) -> None:
-    (source / "model.safetensors").unlink()
-    (source / "pytorch_model.bin").write_bytes(pickle.dumps({}))
+def rename(name: str) -> Callable[[Path], object]:
+    return lambda source: (source / "model.safetensors").rename(source / name)
 
 
 def index_shards(index: dict[str, object]) -> Callable[[Path], object]:
     def write(source: Path) -> None:
-        (source / "model.safetensors").rename(source / "part.safetensors")
+        rename("part.safetensors")(source)
         (source / "model.safetensors.index.json").write_text(json.dumps(index))
 
     return write
@@ -80,13 +79,14 @@ TOO_LONG = struct.pack("<Q", MOST_HEADER + 1) + b"{}".ljust(MOST_HEADER + 1)
 SOURCES = {
     "another family": (change_config(model_type="gpt2"), "transformer.wte.weight: has no place in this decoder"),
     "no language model": (change_config(model_type="vit"), "model_type='vit': is no language model of transformers"),
-    "no vocabulary": (change_config(vocab_size=0), "embed_tokens.weight: has shape [304, 32], and by the settings ["),
     "a huge vocabulary": (change_config(vocab_size=2**40), "GB of memory, of which this machine has"),
     "no settings": (remove("config.json"), "has no config.json; give a folder with config.json and safetensors, a .gg"),
-    "a pickle": (leave_a_pickle, "pytorch_model.bin: is a pickle, which could run code, so it is not read"),
+    "a pickle": (
+        rename("pytorch_model.bin"),
+        "pytorch_model.bin: is a pickle, which could run code, so it is not read",
+    ),
     "a huge header": (overwrite("model.safetensors", struct.pack("<Q", 2**63) + b"{}"), "is no safetensors file"),
     "a header of names without end": (overwrite("model.safetensors", TOO_LONG), f"at most {MOST_HEADER} are read"),
-    "a rotation of base 0": (change_config(rope_parameters=None, rope_theta=0), "Rope.base=0.0: must be a finite numb"),
     "a list": (overwrite("config.json", "[]"), "config.json: is no JSON object"),
     "settings without end": (overwrite("config.json", TOO_LONG), f"at most {MOST_HEADER} are read"),
     "a missing tensor": (change_tensors(lambda x: x.pop(K)), f"{K}: is missing in the files; one of 1 tensors"),
@@ -144,19 +144,17 @@ def test_a_tokenizer_that_is_larger_than_the_embedding(bpe, place, capsys) -> No
     assert main(IMPORT) == 0  # token 1 ends a text by config.json
     change_config(eos_token_id=None)(place / "source")
     remove("generation_config.json")(place / "source")
-    assert "eos_token_id=None: names no token, and the tokenizer has none of" in expect_refusal(
-        ["import", "source", "other/model.ckpt"], capsys
-    )
+    error = expect_refusal(["import", "source", "other/model.ckpt"], capsys)
+    assert "eos_token_id=None: names no token, and the tokenizer has none of" in error
 
 
 def test_a_wrong_gguf(bpe, place, capsys, monkeypatch) -> None:
     make_published(place / "published", "Llama", bpe)
     write_gguf(place / "source.gguf", place / "published", "llama", "smollm")
     whole = (place / "source.gguf").read_bytes()
-    unknown = whole.replace(
-        struct.pack("<I", int(gguf.GGMLQuantizationType.Q8_0)) + b"\0" * 8, struct.pack("<I", 99) + b"\0" * 8
-    )
-    assert unknown != whole
+    kind = struct.pack("<I", int(gguf.GGMLQuantizationType.Q8_0)) + b"\0" * 8
+    assert kind in whole
+    unknown = whole.replace(kind, struct.pack("<I", 99) + b"\0" * 8)
     tokens = b"\x15\0\0\0\0\0\0\0tokenizer.ggml.tokens" + struct.pack("<I", gguf.GGUFValueType.ARRAY)
     at = whole.index(tokens) + len(tokens)
     endless = whole[:at] + struct.pack("<IQ", gguf.GGUFValueType.UINT8, 2**60) + whole[at + 12 :]
@@ -183,10 +181,7 @@ def test_a_wrong_gguf(bpe, place, capsys, monkeypatch) -> None:
     given = ["import", "source.gguf", "new/model.ckpt"]
     assert "its SHA-256 is " in expect_refusal([*given, "--sha256", 64 * "0"], capsys)
 
-    def cannot(*_: object) -> None:
-        raise NotImplementedError
-
-    monkeypatch.setattr(gguf, "dequantize", cannot)
+    monkeypatch.setattr(gguf, "dequantize", Mock(side_effect=NotImplementedError))
     assert "its quantisation Q8_0 is not known" in expect_refusal(given, capsys)
 
 
@@ -202,9 +197,9 @@ def test_other_mistakes(place, capsys, caplog, monkeypatch) -> None:
     ):
         assert named in expect_refusal(["import", *words], capsys)
     with monkeypatch.context() as patch:
-        with monkeypatch.context() as small:
-            small.setattr(machine, "measure_total_memory", lambda: 1000)
-            assert "would take at least 0 GB of memory" in expect_refusal(IMPORT, capsys)
+        patch.setattr(machine, "measure_total_memory", lambda: 1000)
+        assert "would take at least 0 GB of memory" in expect_refusal(IMPORT, capsys)
+    with monkeypatch.context() as patch:
         patch.setattr(disk, "describe_shortage", lambda _folder, size: f"{size} bytes")
         assert "OUT 'new/model.ckpt': the disk lacks " in expect_refusal(IMPORT, capsys)
         patch.setitem(sys.modules, "transformers", None)
@@ -246,23 +241,48 @@ def test_the_experiment_of_adapt_md_continues_an_imported_model(place: Path, run
     assert checkpoints.load(final).cfg.model.attention.qkv_bias
 
 
+def write_text() -> list[str]:
+    """Two files of text; the options that name them."""
+    for name in ("text.txt", "held.txt"):
+        Path(name).write_text(f"the cat sat on the mat, äußerst ✓ on that {name}\n\n" * 400)
+    sizes = "--data.context_length=16", "--data.validation_windows=4"
+    return ["--data.path=text.txt", "--data.validation=held.txt", *sizes]
+
+
 @pytest.mark.usefixtures("source")
 def test_every_command_takes_an_imported_model(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(IMPORT) == 0
-    (place / "text.txt").write_text("the cat sat on the mat\n\n" * 400)
-    (place / "other.txt").write_text("the cat on the mat\n\n" * 400)
     (place / "new").rename(place / "moved")
     model = "moved/model.ckpt"
     for words in (["evaluate", model], ["diagnose", model]):
         assert "data.path='': give your text, as in --data.path=FILE" in expect_refusal(words, capsys)
-    data = ["--data.path=text.txt", "--data.validation=other.txt"]
-    data += ["--data.context_length=16", "--data.validation_windows=4"]
+    data = write_text()
     assert main(["evaluate", model, *data]) == 0
-    request = Request(Path(model), overrides=tuple(data), lengths=(32,))
     trained = checkpoints.load(Path(model))
     changed = checkpoints.change_settings(trained.cfg, data)
+    request = Request(Path(model), overrides=tuple(data), lengths=(32,))
     sources = load_sources(request, trained, changed.data, trained.model)
     assert [source.context_length for source in sources.values()] == [16, 32]
     assert main(["generate", model, "--prompt", "the cat", "--tokens", "3", "--temperature", "0"]) == 0
     assert main(["export", model, "out"]) == 0
     assert "| trained | elsewhere, then imported |" in (place / "out" / "README.md").read_text()
+
+
+@pytest.mark.usefixtures("source")
+def test_a_replaced_tokenizer_is_refused(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(IMPORT) == 0
+    checkpoint = "new/model.ckpt"
+    generate = ["generate", checkpoint, "--prompt", "the cat", "--tokens", "2"]
+    commands = [generate, ["export", checkpoint, "exported"], ["evaluate", checkpoint, *write_text()]]
+    assert main(commands[0]) == main(commands[2]) == 0
+    tokenizer = place / "new" / "tokenizer.json"
+    content = json.loads(tokenizer.read_text())
+    words = content["model"]["vocab"]
+    words["a"], words["t"] = words["t"], words["a"]  # of the same size
+    tokenizer.write_text(json.dumps(content))
+    for command in commands:
+        error = expect_refusal(command, capsys)
+        assert "tokenizer.json" in error, command
+        assert "has another content than that of its training; restore it" in error, command
+    with pytest.raises(ValueError, match="has another content than that of its training; restore it"):
+        load(checkpoint).generate("the cat")

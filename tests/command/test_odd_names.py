@@ -55,13 +55,12 @@ def test_each_format_of_a_table_holds_the_names_as_text(tmp_path: Path) -> None:
     for name in NAMES:
         made.finish(name, 0, {"loss/excess": 1.0})
     save(made.read().build_table(), tmp_path)
-    with (tmp_path / "table.csv").open(newline="") as file:
-        variants = {line["variant"] for line in csv.DictReader(file)}
-    assert variants == {NAMES[0], f"'{NAMES[1]}"}
-    assert [row["variant"] for row in json.loads((tmp_path / "table.json").read_text())["rows"]] == [*NAMES]
-    assert "<b>" not in (tmp_path / "table.html").read_text()
-    assert r"\$\textbackslash{}frac\{" in (tmp_path / "table.tex").read_text()
-    assert r"lazy \[/x\] {0} %s" in (tmp_path / "table.md").read_text()
+    read = {kind: (tmp_path / f"table.{kind}").read_text() for kind in ("csv", "json", "html", "tex", "md")}
+    assert {line["variant"] for line in csv.DictReader(io.StringIO(read["csv"]))} == {NAMES[0], f"'{NAMES[1]}"}
+    assert [row["variant"] for row in json.loads(read["json"])["rows"]] == [*NAMES]
+    assert "<b>" not in read["html"]
+    assert r"\$\textbackslash{}frac\{" in read["tex"]
+    assert r"lazy \[/x\] {0} %s" in read["md"]
 
 
 def test_the_terminal_shows_names_and_reasons_as_they_are(tmp_path, monkeypatch, capsys) -> None:

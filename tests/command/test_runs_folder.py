@@ -14,7 +14,7 @@ from unittest.mock import Mock
 from urllib.parse import unquote
 
 import pytest
-from chromium import CHROMIUM, Browser
+from chromium import Browser
 from filelock import FileLock
 from mistakes import expect_refusal, snapshot_tree
 
@@ -109,11 +109,11 @@ def test_the_page_over_all_results_links_to_each(runs: Path, capsys: pytest.Capt
     file = Path(capsys.readouterr().out.split()[-1])
     assert file == Path("elsewhere/deep/all.html")
     page = file.read_text("ascii")
-    targets = [html.unescape(found) for found in re.findall(r'(?:href|src)="([^"]*)"', page)]
-    files = [(file.parent / unquote(target)).resolve() for target in targets if not target.startswith("#")]
+    targets = [html.unescape(found) for found in re.findall(r'(?:href|src)="([^"#][^"]*)"', page)]
+    files = [(file.parent / unquote(target)).resolve() for target in targets]
     assert all(path.is_file() for path in files)
-    wanted = {runs / DUO / "report.html", runs / DUO / "table.html", runs / "q_window_2-stdlib_small" / "report.html"}
-    assert {path.resolve() for path in wanted} < {*files}
+    wanted = f"{DUO}/report.html", f"{DUO}/table.html", "q_window_2-stdlib_small/report.html"
+    assert {(runs / path).resolve() for path in wanted} < {*files}
     assert not {"script", "link", "img", "b"} & {*re.findall(r"<([a-z0-9]+)", page)}
     text = " ".join(html.unescape(re.sub(r"<[^>]+>", " ", page)).split())
     assert "refuted Refuted at look 1 of 4 (n = 10, 2 of 2 contrasts refuted): Elastic-Softmax, which sees" in text
@@ -128,9 +128,6 @@ def test_the_page_over_all_results_links_to_each(runs: Path, capsys: pytest.Capt
 
 @pytest.mark.browser
 def test_a_browser_shows_the_page_over_all_results(runs: Path, tmp_path: Path) -> None:
-    if CHROMIUM is None:
-        assert not os.environ.get("LIT_LAZY_REQUIRE_BROWSER"), "chromium is missing, and must not be here"
-        pytest.skip("needs chromium on the PATH")
     fill(runs)
     assert main(["report"]) == 0
     with Browser(tmp_path / "profile", 1400, 1000) as browser:
@@ -167,6 +164,11 @@ def list_names(capsys: pytest.CaptureFixture[str]) -> dict[str, list[str]]:
     return {words[0]: words[1:] for words in map(str.split, lines)}
 
 
+def find_folders(runs: Path) -> tuple[Path, Path]:
+    """A cell of the grid, and the training."""
+    return sorted((runs / DUO / "cells").iterdir())[0], next((runs / "train-backcopy_tiny").glob("*/"))
+
+
 def read_table(capsys: pytest.CaptureFixture[str]) -> str:
     assert main(["ablate", "table", DUO]) == 0
     return capsys.readouterr().out
@@ -177,21 +179,18 @@ def test_results_are_listed(runs, capsys) -> None:
     aside = f"{DUO}.until-20260101-000000"
     (runs / aside / "cells").mkdir(parents=True)
     found = list_names(capsys)
-    kinds = {name: words[:5] for name, words in found.items() if name.startswith(("duo-backcopy_tiny", "train"))}
-    assert kinds == {
-        DUO: ["ablation", "4", "of", "4", "complete"],
-        aside: ["ablation", "0", "of", "0", "moved"],
-        "train-backcopy_tiny": ["training", "1", "of", "1", "complete"],
-    }
-    assert found["notes"][:3] == ["other", "other", "files"]
+    kinds = {name: " ".join(words[:5]) for name, words in found.items()}
+    listed = {DUO: "ablation 4 of 4 complete", "train-backcopy_tiny": "training 1 of 1 complete"}
+    assert kinds.items() >= (listed | {aside: "ablation 0 of 0 moved"}).items()
+    assert kinds["notes"].startswith("other other files")
     assert "mlartifacts" not in found
 
 
 def test_garbage_is_collected_and_nothing_that_is_needed(runs, duo, capsys) -> None:
-    cell, training = sorted((runs / DUO / "cells").iterdir())[0], next((runs / "train-backcopy_tiny").glob("*/"))
-    for folder in (cell, training, runs / "lost-tiny" / "cells" / "a", runs / "shell-tiny" / "cells" / "a"):
-        (folder / "checkpoints").mkdir(parents=True)
+    cell, training = find_folders(runs)
+    (runs / "shell-tiny" / "cells" / "a" / "checkpoints").mkdir(parents=True)
     for folder in (cell, training, runs / "lost-tiny" / "cells" / "a"):
+        (folder / "checkpoints").mkdir(parents=True)
         (folder / "checkpoints" / "last.ckpt").write_bytes(bytes(1000))
     table = read_table(capsys)
     leftover = runs / DUO / f".table.md.{socket.gethostname()}.0123abcd"
@@ -203,14 +202,10 @@ def test_garbage_is_collected_and_nothing_that_is_needed(runs, duo, capsys) -> N
     assert "Nothing was removed; --yes removes it." in said
     assert snapshot_tree(runs).keys() == before.keys()
     assert main(["runs", "gc", "--yes"]) == 0
-    gone = before.keys() - snapshot_tree(runs).keys()
-    shell = {path for path in before if path.is_relative_to(runs / "shell-tiny")}
-    checkpoints = {
-        path for folder in (cell, training) for path in (folder / "checkpoints", folder / "checkpoints/last.ckpt")
-    }
-    assert gone == checkpoints | shell | {leftover}
     listed = (cell / "checkpoints", training / "checkpoints", runs / "shell-tiny", leftover)
     assert all(str(path.relative_to(runs.parent)) in said for path in listed)
+    gone = {path for path in before for whole in listed if path.is_relative_to(whole)}
+    assert before.keys() - snapshot_tree(runs).keys() == gone
     assert main(["runs", "gc", "--models", "--yes"]) == 0
     assert [path.name for path in runs.rglob("final.ckpt")] == ["final.ckpt"]  # of the single training
     assert len(list((runs / DUO).rglob("result.json"))) == 4
@@ -290,7 +285,7 @@ def test_runs_of_others_stay_in_a_store_that_is_shared(runs, monkeypatch, capsys
 
 
 def test_what_is_in_use_is_not_removed(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    cell, training = sorted((runs / DUO / "cells").iterdir())[0], next((runs / "train-backcopy_tiny").glob("*/"))
+    cell, training = find_folders(runs)
     (cell / "checkpoints").mkdir()
     lock = claim(first := runs / DUO / "cells" / "another")
     assert lock is not None
@@ -309,12 +304,19 @@ def test_what_is_in_use_is_not_removed(runs: Path, capsys: pytest.CaptureFixture
     assert not (cell / "checkpoints").exists()
 
 
+def make_other(runs: Path) -> None:
+    """A folder like a grid's outside the runs, with what a removal looks for."""
+    (cell := Path("other/cells/k")).joinpath("checkpoints").mkdir(parents=True)
+    (cell / "checkpoints" / "last.damaged").touch()
+    (cell / "final.ckpt").touch()
+    shutil.copy(next(runs.glob(f"{DUO}/cells/*/result.json")), cell)
+
+
 @pytest.mark.parametrize("name", ["..", "{here}/other", f"{DUO}/../../other", "mlartifacts"])
 def test_a_stored_name_is_never_a_path(name: str, runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Whoever reaches MLflow can give any name to an experiment."""
     name = name.format(here=Path.cwd())
-    Path("other/cells/k/checkpoints").mkdir(parents=True)
-    shutil.copy(next(runs.glob(f"{DUO}/cells/*/result.json")), "other/cells/k")
+    make_other(runs)
     with closing(sqlite3.connect(runs / "mlflow.db")) as database, database:
         database.execute("UPDATE experiments SET name = ? WHERE name LIKE 'train%'", [name])
     before = {path for path in snapshot_tree(Path.cwd()) if path.name != "final.ckpt"}
@@ -327,10 +329,7 @@ def test_a_stored_name_is_never_a_path(name: str, runs: Path, capsys: pytest.Cap
 
 
 def test_removal_does_not_follow_links(runs: Path) -> None:
-    Path("other/cells/k/checkpoints").mkdir(parents=True)
-    Path("other/cells/k/checkpoints/last.damaged").touch()
-    Path("other/cells/k/final.ckpt").touch()
-    shutil.copy(next(runs.glob(f"{DUO}/cells/*/result.json")), "other/cells/k")
+    make_other(runs)
     before = snapshot_tree(Path("other"))
     for where in ("", "cells", "cells/k", "cells/k/checkpoints"):
         link = runs / "linked" / where

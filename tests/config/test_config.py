@@ -41,8 +41,7 @@ from lit_lazy.support.checked_fields import check_value, describe_kind, field_ty
 from lit_lazy.table.records import Column, Contrast
 
 BASE = RunConfig(
-    Backcopy(),
-    ModelConfig(n_heads=2, attention=AttentionSpec(Elastic(), LearnedBias(length=9), window=5)),
+    Backcopy(), ModelConfig(n_heads=2, attention=AttentionSpec(Elastic(), LearnedBias(length=9), window=5))
 )
 
 
@@ -127,8 +126,7 @@ class TestCellKey:
             assert cell_key(replace_at(base, {path: value}), "x") != cell_key(base, "x"), path
 
     def test_an_int_given_for_a_float_is_the_same_setting(self):
-        for path, whole in (("model.position.base", 500), ("train.lr", 1), ("train.betas", (0, 0))):
-            decimal = tuple(map(float, whole)) if isinstance(whole, tuple) else float(whole)
+        for path, whole, decimal in (("train.lr", 1, 1.0), ("train.betas", (0, 0), (0.0, 0.0))):
             as_int, as_float = replace_at(BASE, {path: whole}), replace_at(BASE, {path: decimal})
             assert json.dumps(to_dict(as_int)) == json.dumps(to_dict(as_float))
             assert cell_key(as_int, "x") == cell_key(as_float, "x")
@@ -137,13 +135,11 @@ class TestCellKey:
 
 class TestReplaceAt:
     def test_changes_valid_only_together(self):
-        normaliser = "model.attention.normaliser"
-        changes = {f"{normaliser}.threshold": "constant", f"{normaliser}.tau_init": 0.02}
+        rule, bias = "model.attention.normaliser", "model.attention.bias"
+        changes = {f"{rule}.threshold": "constant", f"{rule}.tau_init": 0.02, bias: Fire(width=4), f"{bias}.length": 12}
         for order in (changes, dict(reversed(changes.items()))):
-            assert replace_at(BASE, order).model.attention.normaliser == Elastic(0.02, "constant")
-        changes = {"model.attention.bias": Fire(width=4), "model.attention.bias.length": 12}
-        for order in (changes, dict(reversed(changes.items()))):
-            assert replace_at(BASE, order).model.attention.bias == Fire(length=12, width=4)
+            changed = replace_at(BASE, order).model.attention
+            assert (changed.normaliser, changed.bias) == (Elastic(0.02, "constant"), Fire(length=12, width=4))
 
     def test_unknown_paths_are_named(self):
         for path, message in (
@@ -251,28 +247,21 @@ def test_a_class_whose_values_are_no_fields_is_refused():
             cls()
 
 
-# The tests above draw values from the declared bounds; these are beyond some, and at some.
-OUTSIDE = [
-    *((ModelConfig, "d_model", 0), (ModelConfig, "residual_dropout", 1.0), (TrainConfig, "lr", 0.0)),
-    *((TrainConfig, "betas", (1.0, 0.9)), (TrainConfig, "warmup_steps", -1), (RunConfig, "seed", -1)),
-    *((SGD, "momentum", 1.0), (AttentionSpec, "window", 0), (Sampling, "top_p", 0.0), (Passkey, "lengths", ())),
-]
-AT_A_BOUND = [
-    *(
-        (ModelConfig, "residual_dropout", 0.0),
-        (TrainConfig, "final_lr_fraction", 1.0),
-        (TrainConfig, "warmup_steps", 0),
-    ),
-    *((SGD, "momentum", 0.0), (AttentionSpec, "window", 1), (Sampling, "temperature", 0.0), (RunConfig, "seed", 0)),
-]
-
-
 def test_bounds():
-    for cls, name, value in OUTSIDE:
-        with pytest.raises(ValueError, match=f"{name}={re.escape(repr(value))}: must be"):
-            cls(**GIVEN.get(cls, {}) | {name: value})
-    for cls, name, value in AT_A_BOUND:
-        check_value(name, value, field_types(cls)[name])
+    """The tests above draw values from the declared bounds; these are beyond some, and at some."""
+    for cls, name, beyond, at in (
+        *((ModelConfig, "d_model", 0, 1), (ModelConfig, "residual_dropout", 1.0, 0.0), (TrainConfig, "lr", 0.0, 1.0)),
+        *(
+            (TrainConfig, "betas", (1.0, 0.9), (0.0, 0.9)),
+            (TrainConfig, "warmup_steps", -1, 0),
+            (SGD, "momentum", 1.0, 0.0),
+        ),
+        *((RunConfig, "seed", -1, 0), (AttentionSpec, "window", 0, 1), (Sampling, "top_p", 0.0, 1.0)),
+        *((Passkey, "lengths", (), (2,)), (Sampling, "temperature", -1.0, 0.0)),
+    ):
+        with pytest.raises(ValueError, match=f"{name}={re.escape(repr(beyond))}: must be"):
+            cls(**GIVEN.get(cls, {}) | {name: beyond})
+        check_value(name, at, field_types(cls)[name])
 
 
 def test_numbers_of_other_libraries_and_lists_are_made_plain():

@@ -9,17 +9,7 @@ import forked
 import pytest
 from wrong_values import other_value, wrong_texts
 
-from lit_lazy.attention import (
-    AttentionSpec,
-    Bias,
-    Elastic,
-    Gate,
-    LearnedBias,
-    NoBias,
-    Normaliser,
-    Position,
-    Rope,
-)
+from lit_lazy.attention import AttentionSpec, Bias, Elastic, Gate, LearnedBias, NoBias, Normaliser, Position, Rope
 from lit_lazy.command.doctor_new_fields import fill_template
 from lit_lazy.config.overrides import apply_overrides, check_field_names, list_fields
 from lit_lazy.config.schema import ModelConfig, RunConfig, TrainConfig
@@ -165,10 +155,7 @@ def test_an_experiments_own_class_is_found_by_its_name(tmp_path):
     assert apply(f"--{BIAS}=NoBias", base=base)[0].model.attention.bias == NoBias()
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    ["--modle.d_model=3", "--seed=1 --train.step=5", "--model.attntion.window=4"],
-)
+@pytest.mark.parametrize("arguments", ["--modle.d_model=3", "--seed=1 --train.step=5", "--model.attntion.window=4"])
 def test_a_misspelt_field_is_named_alike_before_torch_is_imported(arguments):
     with pytest.raises(ValueError, match="no such field") as late:
         apply(*arguments.split())
@@ -223,23 +210,19 @@ def test_what_is_wrong_is_named_in_one_line(arguments, named):
 
 
 def test_help_is_the_fields_docstrings(capsys):
-    text = " ".join("\n".join(list_fields(SET, others=True)).split())
-    assert re.search(r"--model\.attention\.bias=[^ ]* Added to the scores, by distance and head\.", text)
-    assert "--train.steps=90 Optimiser steps. (a whole number of at least 1)" in text
-    assert "--model.attention.normaliser=Elastic Maps scores to weights. (one of " in text
-    assert "--model.attention.normaliser.tau_init=0.25 Initial offset parameter." in text  # the config's own
-    assert "--model.attention.bias.n_buckets=" in text  # of a class that it has not
-    assert "--train.optimiser=Muon " in text
-    assert not re.search(r"<class|class_path|configuration file|\.help|typing|MISSING", text)
-    with pytest.raises(SystemExit) as exit_:
+    with pytest.raises(SystemExit, match=r"^0$"):
         apply(f"--{BIAS}.help=T5Bias")
-    assert exit_.value.code == 0
     assert "Distance from which all keys share the last bucket." in " ".join(capsys.readouterr().out.split())
 
 
 def test_the_experiment_s_own_parts_are_listed_first_and_others_on_demand():
     own, every = list_fields(SET), list_fields(SET, others=True)
     assert every[: len(own)] == own
+    text = " ".join("\n".join(every).split())
+    assert "--train.steps=90 Optimiser steps. (a whole number of at least 1)" in text
+    assert "--model.attention.normaliser.tau_init=0.25 Initial offset parameter." in text  # the config's own
+    assert "--model.attention.bias.n_buckets=" in text  # of a class that it has not
+    assert not re.search(r"<class|typing|MISSING", text)
     used = {path: name for path, name in flatten(to_dict(SET)).items() if f"--{path}={name}" in own}
     assert used[NORMALISER] == "Elastic"
     assert {line for line in own if line.startswith("--")} == {f"--{path}={name}" for path, name in used.items()}

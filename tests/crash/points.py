@@ -9,7 +9,6 @@ a journaling file system does. Mixtures of the two are not tried.
 
 import argparse
 import ctypes
-import hashlib
 import itertools
 import json
 import os
@@ -129,17 +128,17 @@ class Workspace:
             process.wait()
             return -1
 
-    def run_undisturbed(self) -> tuple[list["Operation"], "Snapshot"]:
+    def run_undisturbed(self) -> tuple[list["Operation"], dict[str, list[str]]]:
         """What the command does to the disk, and its results."""
         self.restore()
         record = self.folder / "record"
         assert self.command(self.scenario.argv, **{RECORD: str(record), ROOT: str(self.runs)}) == 0
-        return list(read_record(record)), Snapshot.of(self.runs, self.scenario.grid)
+        return list(read_record(record)), take_snapshot(self.runs, self.scenario.grid)
 
     def try_all(self, disk: str, known: Sequence[Outcome], options: argparse.Namespace) -> Iterator[Outcome]:
         """Yields the outcomes of one disk's states that are not known yet."""
         operations, wanted = self.run_undisturbed()
-        if differences := wanted.find_differences(self.runs, self.scenario.grid):
+        if differences := find_differences(wanted, self.runs, self.scenario.grid):
             raise SystemExit(f"{self.name}: the undisturbed grid does not equal itself: {differences}")
         done = {outcome.at for outcome in known}
         self.restore()  # the record starts with the initial state
@@ -158,7 +157,7 @@ class Workspace:
             if disk != KILLED:
                 for aside in self.runs.rglob("*.damaged"):
                     aside.unlink()  # quarantined as expected
-            problems += wanted.find_differences(self.runs, self.scenario.grid)
+            problems += find_differences(wanted, self.runs, self.scenario.grid)
             yield Outcome(self.name, disk, at, where, git_sha(), round(time.monotonic() - started, 2), problems)
 
 
@@ -182,70 +181,47 @@ MOVED_AWAY = ".until-"
 PUBLISHED = ("table.csv", "table.json", "plan.json", "search.json", "config.yaml")
 
 
-@dataclass(frozen=True)
-class Snapshot:
-    """State that must be equal after every interruption."""
+def take_snapshot(runs: Path, grid: str) -> dict[str, list[str]]:
+    """What must be equal after every interruption, as lines of JSON."""
+    from forked import run_in_fork
 
-    results: dict[str, Any]
-    """Metrics of each cell."""
-    points: list[Any]
-    """Points of a search: state, value, settings and reports."""
-    runs: list[Any]
-    """MLflow runs: kind, cell, status, state, params, metric names, and curves without timestamps."""
-    files: list[str]
-    """File names without volatile numbers and without folders that `--fresh` moved away."""
-    moved_away: list[str]
-    """Cells with a result in the folders that were moved away."""
-    published: dict[str, Any]
+    dump = json.JSONEncoder(indent=0, sort_keys=True).encode
+    return {name: dump(part).splitlines() for name, part in run_in_fork(lambda: read_state(runs, grid)).items()}
 
-    @classmethod
-    def of(cls, runs: Path, grid: str) -> "Snapshot":
-        from forked import run_in_fork
 
-        return run_in_fork(lambda: cls._read(runs, grid))
+def read_state(runs: Path, grid: str) -> dict[str, Any]:
+    from mlflow.tracking import MlflowClient
 
-    @classmethod
-    def _read(cls, runs: Path, grid: str) -> "Snapshot":
-        from mlflow.tracking import MlflowClient
+    folder, client = runs / grid, MlflowClient(f"sqlite:///{runs / 'mlflow.db'}")
+    number = client.get_experiment_by_name(grid).experiment_id
+    tracked = [_read_tracked_run(client, run, folder) for run in client.search_runs([number], max_results=1000)]
+    # Artifacts of deleted runs remain.
+    files = [str(path.relative_to(runs)) for path in runs.rglob("*") if path.suffix != ".log"]
+    files = [path for path in files if not path.startswith("mlartifacts") and MOVED_AWAY not in path]
+    published = {path.name: path.read_text() for path in map(folder.joinpath, PUBLISHED) if path.exists()}
+    return {
+        "metrics of each cell": {
+            path.parent.name: json.loads(path.read_text())["metrics"] for path in folder.glob("**/result.json")
+        },
+        "runs in MLflow, without times": sorted(tracked, key=lambda run: json.dumps(run, sort_keys=True)),
+        "names of files, without numbers": sorted(VOLATILE.sub("*", path) for path in files),
+        "cells with a result that were moved away": sorted(
+            path.parent.name for path in runs.glob(f"{grid}{MOVED_AWAY}*/cells/*/result.json")
+        ),
+        "what is published": {name: TIMED.sub("", text).splitlines() for name, text in published.items()},
+    }
 
-        from lit_lazy.grid.study import open_study
 
-        folder, points = runs / grid, []
-        if (folder / "search.json").exists():
-            trials = [trial for trial in open_study(None, folder).trials if "number" in trial.user_attrs]
-            points = [[t.user_attrs, t.state.name, t.value, t.params, [*t.intermediate_values.items()]] for t in trials]
-        client = MlflowClient(f"sqlite:///{runs / 'mlflow.db'}")
-        number = client.get_experiment_by_name(grid).experiment_id
-        tracked = [_read_tracked_run(client, run, folder) for run in client.search_runs([number], max_results=1000)]
-        results = {path.parent.name: json.loads(path.read_text()) for path in folder.glob("**/result.json")}
-        # Artifacts of deleted runs remain.
-        files = [str(path.relative_to(runs)) for path in runs.rglob("*") if path.suffix != ".log"]
-        files = [path for path in files if not path.startswith("mlartifacts") and MOVED_AWAY not in path]
-        return cls(
-            {key: result["metrics"] for key, result in results.items()},
-            points,
-            sorted(tracked, key=lambda run: json.dumps(run, sort_keys=True)),
-            sorted(VOLATILE.sub("*", path) for path in files),
-            sorted({path.parent.name for path in runs.glob(f"{grid}{MOVED_AWAY}*/cells/*/result.json")}),
-            {
-                path.name: TIMED.sub("", path.read_text()).splitlines()
-                for path in map(folder.joinpath, PUBLISHED)
-                if path.exists()
-            },
-        )
-
-    def find_differences(self, runs: Path, grid: str) -> list[str]:
-        try:
-            found = Snapshot.of(runs, grid)
-        except RuntimeError as error:
-            return [f"cannot be read: {error}"]
-        dump = json.JSONEncoder(indent=0, sort_keys=True).encode
-        wanted, there = ({name: dump(part).splitlines() for name, part in asdict(one).items()} for one in (self, found))
-        return [
-            f"{name}: {next(pair for pair in itertools.zip_longest(lines, there[name]) if pair[0] != pair[1])}"
-            for name, lines in wanted.items()
-            if lines != there[name]
-        ]
+def find_differences(wanted: dict[str, list[str]], runs: Path, grid: str) -> list[str]:
+    try:
+        found = take_snapshot(runs, grid)
+    except RuntimeError as error:
+        return [f"cannot be read: {error}"]
+    return [
+        f"{name}: {next(pair for pair in itertools.zip_longest(lines, found[name]) if pair[0] != pair[1])}"
+        for name, lines in wanted.items()
+        if lines != found[name]
+    ]
 
 
 def _read_tracked_run(client: Any, run: Any, folder: Path) -> dict[str, Any]:
@@ -355,13 +331,6 @@ def build(left: dict[str, bytes | None], root: Path) -> None:
             path.write_bytes(content)
 
 
-def digest(left: dict[str, bytes | None]) -> str:
-    every = hashlib.sha256()
-    for name, content in sorted(left.items()):
-        every.update(repr((name, content)).encode())
-    return every.hexdigest()
-
-
 def iterate_moments(
     operations: list[Operation], before: Path, disk: str
 ) -> Iterator[tuple[int, str, dict[str, bytes | None]]]:
@@ -370,7 +339,7 @@ def iterate_moments(
     Moments within a row of writes to one file, or to the pages of a database, whose engine sees to them, are left out
     after a kill.
     """
-    state, last, written = Disk(before), "", ""
+    state, last, written = Disk(before), None, ""
     for number, operation in enumerate(operations, start=1):
         state.do(operation)
         name = Path(operation.path).name
@@ -379,8 +348,8 @@ def iterate_moments(
         if disk == KILLED and repeated:
             continue
         left = state.list_left(disk)
-        if (now := digest(left)) != last:
-            last = now
+        if left != last:
+            last = left
             yield number, f"{KINDS[operation.kind]} {operation.path.removeprefix(str(before))}", left
 
 
@@ -412,6 +381,9 @@ def main() -> int:
         subprocess.run(compile_, check=True)
         os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | {"LD_PRELOAD": str(library)})
     from forked import make_cheap
+
+    from lit_lazy.grid.search import run  # noqa: F401  imported for the forks
+    from lit_lazy.training import trainer  # noqa: F401
 
     make_cheap()
     ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER: the workers of a killed command become its children

@@ -97,9 +97,7 @@ def assert_frequencies(counts, law):
 
 
 def test_bigrams_follow_the_table(train, chain):
-    rows = train["non_trigger"]
-    pairs = train["tokens"][rows] * BACKCOPY.vocab_size + train["targets"][rows]
-    counts = torch.bincount(pairs, minlength=BACKCOPY.vocab_size**2).reshape(BACKCOPY.vocab_size, -1).numpy()
+    counts = count_pairs(train, "non_trigger").numpy()
     assert (counts[chain.transition == 0] == 0).all()
     assert_frequencies(counts[BACKCOPY.n_triggers :], chain.transition[BACKCOPY.n_triggers :])
 
@@ -120,28 +118,32 @@ def test_oracle_is_the_entropy(train, chain):
     assert_mean(surprise.sum(dim=1), 0)
 
 
+def count_pairs(batch, rows):
+    """How often each target follows each token in these rows."""
+    size = BACKCOPY.vocab_size
+    pairs = batch["tokens"][batch[rows]] * size + batch["targets"][batch[rows]]
+    return torch.bincount(pairs, minlength=size**2).reshape(size, size)
+
+
+def add_one_nll(train, held_out, rows):
+    """The loss of each held-out target by an add-one table of target by token."""
+    counts = count_pairs(train, rows).double() + 1
+    nll = -(counts / counts.sum(dim=1, keepdim=True)).log()
+    return nll[held_out["tokens"][held_out[rows]], held_out["targets"][held_out[rows]]]
+
+
 def test_oracle_is_not_beaten_and_is_reached(train):
     """An add-one bigram on 20 000 sequences: its expected excess is about cells / (2 n) = 0.002 nats."""
-    size = BACKCOPY.vocab_size
-    rows = train["non_trigger"]
-    pairs = train["tokens"][rows] * size + train["targets"][rows]
-    counts = torch.bincount(pairs, minlength=size**2).reshape(size, size).double() + 1
-    nll = -(counts / counts.sum(dim=1, keepdim=True)).log()
     held_out = read(BACKCOPY.load().validation)
-    rows = held_out["non_trigger"]
-    excess = nll[held_out["tokens"][rows], held_out["targets"][rows]] - held_out["oracle_nll"][rows]
+    excess = add_one_nll(train, held_out, "non_trigger") - held_out["oracle_nll"][held_out["non_trigger"]]
     assert 0 < excess.mean() < 0.01
 
 
 @pytest.mark.parametrize("place", [None, 32])
 def test_chance_knows_everything_but_the_token_before(place):
     """An add-one table of target by token: on triggers it ends at the chance of a predictor without attention."""
-    config = dataclasses.replace(BACKCOPY, fixed_token_at=place)
-    source, size = config.load(), BACKCOPY.vocab_size
-    batches = [read(source.train), read(source.validation)]
-    (tokens, targets), (asked, answers) = [(b["tokens"][b["trigger"]], b["targets"][b["trigger"]]) for b in batches]
-    counts = torch.bincount(tokens * size + targets, minlength=size**2).reshape(size, size).double() + 1
-    nll = -(counts / counts.sum(dim=1, keepdim=True)).log()[asked, answers]
+    source = dataclasses.replace(BACKCOPY, fixed_token_at=place).load()
+    nll = add_one_nll(read(source.train), read(source.validation), "trigger")
     surprise = source.info["chance_nats"] - source.info["optimum_nats"]
     assert surprise / source.info["trigger_fraction"] == pytest.approx(nll.mean().item(), abs=0.01)
     assert 0.6 < surprise < 0.75

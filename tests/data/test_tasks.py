@@ -57,11 +57,8 @@ def test_batches_and_facts_are_as_stated(task: DataConfig) -> None:
     source, length = task.load(), task.context_length
     assert task.outline() == source.outline
     assert source.context_length == length
-    for part, data, n in (
-        ("train", source.train, task.train_sequences),
-        ("validation", source.validation, task.validation_sequences),
-    ):
-        batch = read(data)
+    for part in ("train", "validation"):
+        batch, n = read(getattr(source, part)), getattr(task, f"{part}_sequences")
         assert batch.keys() == {"tokens", "targets", "oracle_nll", *source.row_groups}
         assert all(values.shape == (n, length) for values in batch.values())
         assert source.info[f"{part}_tokens"] == n * length

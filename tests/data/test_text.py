@@ -1,4 +1,4 @@
-"""One corpus in three formats gives one token stream, with any tokenizer; every error is one line."""
+"""One corpus in three formats gives one token stream, with any tokenizer; every error is one line; small texts."""
 
 import gzip
 import json
@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import datasets
 import numpy as np
@@ -16,6 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+import yaml
 from corpora import (
     DOCUMENTS,
     TRAIN,
@@ -32,14 +34,14 @@ from corpora import (
 from test_tasks import read
 from tokenizers import Tokenizer, models
 
-from lit_lazy.config.schema import ModelConfig, TrainConfig
 from lit_lazy.config.serialisation import replace_at
 from lit_lazy.config.user_files import experiment
-from lit_lazy.data import list_doubts
+from lit_lazy.data import describe_repetition, list_doubts
 from lit_lazy.data.pipeline import documents
-from lit_lazy.data.text import Text
+from lit_lazy.data.pipeline.corpus_cache import Corpus
+from lit_lazy.data.pipeline.documents import find_cut
+from lit_lazy.data.text import FEW_DOCUMENTS, Text
 from lit_lazy.model.generation import Prompts
-from lit_lazy.training.run import run
 
 pytestmark = pytest.mark.usefixtures("cache")
 WITHOUT_A_SPACE = [pytest.param(b"x" * n + c.encode() * 100_000, id=f"{n}{c}") for n in range(4) for c in "é注😀a"]
@@ -60,16 +62,14 @@ def tokens_of(config: Text, dtype: type = np.uint16) -> np.ndarray:
 def test_every_format_gives_the_documents_in_order_each_followed_by_nul(corpora, kind):
     source = small(path=corpora[kind]).load()
     batch = read(source.train)
-    expected = joined(TRAIN)
+    expected, text = joined(TRAIN), joined(VALIDATION)
     n = (len(expected) - 1) // L * L
     assert bytes(batch["tokens"].flatten().tolist()) == expected[:n]
     assert bytes(batch["targets"].flatten().tolist()) == expected[1 : n + 1]
+    counts = {"train_documents": len(TRAIN), "validation_documents": len(VALIDATION), "bytes_per_token": 1.0}
+    assert source.info.items() >= {"train_tokens": n, "validation_tokens": 10 * L, **counts}.items()
     assert source.vocab_size == 256
-    assert source.info["bytes_per_token"] == 1.0
-    assert (source.info["train_tokens"], source.info["validation_tokens"]) == (n, 10 * L)
-    assert (source.info["train_documents"], source.info["validation_documents"]) == (len(TRAIN), len(VALIDATION))
     assert source.fingerprint == small(path=corpora["jsonl"]).load().fingerprint
-    text = joined(VALIDATION)
     starts = [number * ((len(text) - 1) // L) // 10 * L for number in range(10)]  # evenly spread
     assert [window.tobytes() for window in source.validation.sequences.numpy()] == [text[s : s + L + 1] for s in starts]
 
@@ -108,15 +108,10 @@ def compressed(kind: str, suffix: str, folder: bool) -> Callable[[Path], Path]:
     return make
 
 
-@pytest.mark.parametrize(
-    "write",
-    [
-        write_gaps,
-        write_empty_groups,
-        write_odd_parquet,
-        *(compressed(*how) for how in (("jsonl", ".gz", False), ("json", ".zst", True), ("parquet", ".zst", False))),
-    ],
-)
+COMPRESSED = [compressed("jsonl", ".gz", False), compressed("json", ".zst", True), compressed("parquet", ".zst", False)]
+
+
+@pytest.mark.parametrize("write", [write_gaps, write_empty_groups, write_odd_parquet, *COMPRESSED])
 def test_files_with_the_same_documents_give_the_same_tokens(tmp_path, corpora, write):
     found = small(path=str(write(tmp_path))).load()
     assert found.fingerprint == small(path=corpora["jsonl"]).load().fingerprint
@@ -273,20 +268,17 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path):
     code = f"""
 import pathlib, re
 from lit_lazy.data import text
-from lit_lazy.data.text import Text
 text.measure_ngrams = lambda *_: {{}}  # its tables of constant size would hide the rest
-def peak(name, **options):
-    Text(str(pathlib.Path({str(tmp_path)!r}, name)), **options).load()
-    return high_water()
-def high_water():  # MB of this process; ru_maxrss would include the parent's before the fork
+def peak(name):  # MB of this process; ru_maxrss would include the parent's before the fork
+    text.Text(str(pathlib.Path({str(tmp_path)!r}, name))).load()
     return int(re.search(r"VmHWM:\\s+(\\d+)", pathlib.Path("/proc/self/status").read_text())[1]) / 1024
 small = max([peak("10.txt"), peak("10.jsonl"), peak("10.parquet")])
 for kind in ("txt", "jsonl", "parquet"):
     print(peak("50." + kind) - small)"""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    grown = done.stdout.splitlines()
+    grown = [float(megabytes) for megabytes in done.stdout.split()]
     assert len(grown) == 3
-    assert all(float(megabytes) < 20 for megabytes in grown), f"the text, or its tokens, would add 40 MB: {grown}"
+    assert max(grown) < 20, f"the text, or its tokens, would add 40 MB: {grown}"
 
 
 # Hub datasets, as a folder with the same layout
@@ -295,20 +287,23 @@ for kind in ("txt", "jsonl", "parquet"):
 LONG = make_documents(2500, seed=2)  # several batches of the encoder
 
 
+def write_readme(root: Path, **configs: Any) -> Path:
+    """What names a dataset's configurations, with the files of each, or of each of its splits."""
+    listed = [{"config_name": name.replace("_", "-"), "data_files": files} for name, files in configs.items()]
+    (root / "README.md").write_text(f"---\n{yaml.safe_dump({'configs': listed})}---\n")
+    return root
+
+
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
     """Two configurations; the training split of `sample` has two files, of which the second is not parquet."""
-    root = tmp_path / "repository"
-    (root / "sample").mkdir(parents=True)
-    write_parquet(root / "sample" / "train-0.parquet", LONG)
-    (root / "sample" / "train-1.parquet").write_text("PAR1 broken")
-    write_parquet(root / "sample" / "test.parquet", make_documents(20, seed=1))
+    (root := tmp_path / "repository").mkdir()
+    write_parquet(root / "train-0.parquet", LONG)
+    (root / "train-1.parquet").write_text("PAR1 broken")
+    write_parquet(root / "test.parquet", make_documents(20, seed=1))
     write_parquet(root / "whole.parquet", DOCUMENTS)
-    (root / "README.md").write_text(
-        "---\nconfigs:\n- config_name: sample\n  data_files:\n  - split: train\n    path: sample/train-*.parquet\n"
-        "  - split: test\n    path: sample/test.parquet\n- config_name: whole\n  data_files: whole.parquet\n---\n"
-    )
-    return root
+    sample = [{"split": "train", "path": "train-*.parquet"}, {"split": "test", "path": "test.parquet"}]
+    return write_readme(root, sample=sample, whole="whole.parquet")
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -326,6 +321,15 @@ def test_a_stream_is_read_no_further_than_needed(repository):
     with pytest.raises(ValueError, match=r"data\.hub='.*repository': cannot be read \(") as error:
         small(**hub, max_tokens=10**7).load()
     assert "\n" not in str(error.value)
+
+
+def test_the_fineweb_experiment_reads_a_folder_with_its_layout(tmp_path, bpe):
+    (folder := (root := tmp_path / "fineweb-edu") / "sample" / "10BT").mkdir(parents=True)
+    write_parquet(folder / "000_00000.parquet", LONG)
+    write_readme(root, sample_10BT=[{"split": "train", "path": "sample/10BT/*"}])
+    data = {"data.hub": str(root), "data.tokenizer": bpe, "data.max_tokens": 400_000, "data.validation_windows": 4}
+    source = replace_at(experiment("fineweb_edu"), data).data.load()
+    assert source.info["train_tokens"] == 400_000 // 512 * 512
 
 
 @pytest.mark.parametrize(
@@ -391,7 +395,6 @@ def bad(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("options", "message"),
     [
         *(({"path": name}, rf"data\.path='.*{re.escape(name)}':? .*{said}") for name, (_, said) in BROKEN.items()),
-        *(({"path": name}, r"data\.column='text': ") for name in ("column.jsonl", "number.jsonl")),
         *(({option: "x"}, rf"data\.{option}='x': needs data\.hub") for option in ("split", "revision", "hub_config")),
         ({"column": "no"}, r"data\.column='no': .* only text, id, dump"),
         ({"column": "int_score"}, r"data\.column='int_score': .*int64"),
@@ -421,19 +424,67 @@ def test_too_little_validation_text_is_one_line(corpora, tmp_path):
         small(path=corpora["jsonl"], validation=str(tmp_path / "short.txt")).load()
 
 
-def test_the_fineweb_experiment_runs_on_a_folder_with_its_layout(tmp_path, bpe):
-    root = tmp_path / "fineweb-edu"
-    (root / "sample" / "10BT").mkdir(parents=True)
-    write_parquet(root / "sample" / "10BT" / "000_00000.parquet", LONG)
-    (root / "README.md").write_text(
-        "---\nconfigs:\n- config_name: sample-10BT\n  data_files:\n  - split: train\n    path: sample/10BT/*\n---\n"
-    )
-    model = ModelConfig(d_model=16, n_layers=1, n_heads=2, d_ff=32)
-    train = TrainConfig(steps=6, batch_size=8, warmup_steps=2, val_every=3, checkpoint_every=3, log_every=2)
-    data = {"data.hub": str(root), "data.tokenizer": bpe, "data.max_tokens": 400_000, "data.validation_windows": 4}
-    cfg = replace_at(experiment("fineweb_edu"), data | {"model": model, "train": train})
-    result = run(cfg, tmp_path / "run")
-    assert result.data["train_tokens"] == 400_000 // 512 * 512
-    bits = result.metrics["loss/val"] / np.log(2) / result.data["bytes_per_token"]
-    assert result.metrics["loss/bits_per_byte"] == pytest.approx(bits)
-    assert result.metrics["loss/val"] < result.metrics["init/loss/val"]
+# Text as people have it: files of any name, few documents, a few kilobytes
+
+
+def write_lines(path: Path, size: int, mark: str) -> bytes:
+    text = "".join(f"{mark} line {i} of some notes\n" for i in range(size))[:size].encode()
+    path.write_bytes(text)
+    return text
+
+
+def read_parts(folder: Path) -> list[list[bytes]]:
+    """The documents of the training and of the validation part."""
+    corpus = Corpus(folder)
+    parts = {"train": corpus.train, "validation": corpus.validation}
+    split = {part: np.split(tokens, corpus.ends(part))[:-1] for part, tokens in parts.items()}
+    return [[bytes(document)[:-1] for document in documents] for documents in split.values()]
+
+
+def test_files_count_by_their_content(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    notes = tmp_path / "notes"
+    notes.mkdir()
+    texts = {write_lines(notes / name, 900, name) for name in ("a.md", "b.py", "README", "c.unknown")}
+    (notes / "picture.png").write_bytes(b"\x89PNG\r\n\x1a\n" + bytes(99))
+    (notes / "latin").write_bytes("é".encode("latin-1") * 9)
+    train, validation = read_parts(Text(path=str(notes), context_length=64).tokenise())
+    assert {one + other for one, other in zip(train, validation, strict=True)} == texts
+    assert "left out 1 .png, 1 without suffix" in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize("count", [1, FEW_DOCUMENTS - 1])
+def test_the_end_of_few_documents_is_held_out(count: int, tmp_path: Path) -> None:
+    notes = tmp_path / "notes"
+    notes.mkdir()
+    texts = [write_lines(notes / f"{i:02}.txt", 2000, str(i)) for i in range(count)]
+    train, validation = read_parts(Text(path=str(notes), validation_share=0.25).tokenise())
+    assert [one + other for one, other in zip(train, validation, strict=True)] == texts
+    for one, other in zip(train, validation, strict=True):
+        assert one.endswith(b"\n"), "at a line end"
+        assert 500 <= len(other) < 550
+
+
+@pytest.mark.parametrize(
+    ("text", "at"),
+    [
+        (b"one\ntwo\nthree\n", 8),  # behind the second line
+        (b"title\n" + b"word " * 40, 181),  # a word of the long line
+        (b"x" * 10, 9),
+        ("é".encode() * 5, 8),  # not within a character
+        (b"", 0),
+    ],
+)
+def test_a_document_is_cut_before_its_tail(text: bytes, at: int) -> None:
+    assert find_cut(text, 0.9) == at
+    assert (find_cut(text, 0.0), find_cut(text, 1.0)) == (0, len(text))
+
+
+def test_four_kilobytes_are_enough_for_the_experiment(tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_lines(tmp_path / "notes.md", 4096, "my")
+    source = experiment("text", {"data.path": "notes.md"}).data.load()
+    assert source.info["validation_tokens"] == 256
+    said = " ".join(capsys.readouterr().err.split())
+    assert "data.validation_windows=128: the validation text has 1, all count" in said
+    assert "571 passes through the text" in describe_repetition(source.info, 1000 * 8 * 256)
+    assert describe_repetition({"bytes_per_token": 1.0}, 10**9) == "", "a user's source may not count its tokens"

@@ -4,7 +4,6 @@ Commands, workers, pipes, signals, locks, files and studies are real; only `run`
 test process, and their workers forks of those, so that whatever a test patches reaches them.
 """
 
-import io
 import logging
 import math
 import multiprocessing
@@ -38,16 +37,8 @@ from lit_lazy.grid.work_records import LaunchOptions
 from lit_lazy.support.disk import describe_failed_write, write_text
 from lit_lazy.support.error_messages import UnfinishedError
 from lit_lazy.support.provenance import collect_environment
+from lit_lazy.training import run_folder
 from lit_lazy.training.run import read_finished
-from lit_lazy.training.run_folder import (
-    CELLS,
-    CHECKPOINTS,
-    LAST,
-    RunResult,
-    locate_cell,
-    remove_checkpoints,
-    write_settings,
-)
 
 STEPS = (2, 4, 6)
 """Steps with a validation and a checkpoint; the last one is that of `backcopy_tiny`."""
@@ -84,12 +75,12 @@ class Training:
 
     def __call__(
         self, cfg: RunConfig, folder: Path, *, logger: Any, callbacks: Sequence[Any], lock: Any, **_: object
-    ) -> RunResult:
+    ) -> run_folder.RunResult:
         with lock.acquire(timeout=0):
             if known := read_finished(folder):
                 return known
-            write_settings(folder, folder.name, "data", to_dict(cfg))
-            checkpoint = folder / CHECKPOINTS / LAST
+            run_folder.write_settings(folder, folder.name, "data", to_dict(cfg))
+            checkpoint = folder / run_folder.CHECKPOINTS / run_folder.LAST
             done = int(checkpoint.read_text()) if checkpoint.exists() else 0
             for step in STEPS[STEPS.index(done) + 1 if done else 0 :]:
                 self.at_step(cfg, step, folder)
@@ -104,9 +95,11 @@ class Training:
             metrics = {"loss/val": loss, "loss/excess": loss - 0.1, "model/parameters": 8.0}
             labels = {"backend": "chunked" if find_obstacle() else "cpu"}
             made = collect_environment() | {"git_sha": "abc"}
-            result = RunResult(folder.name, to_dict(cfg), {}, metrics, labels, {}, made, "data", {}, folder.name, {})
+            result = run_folder.RunResult(
+                folder.name, to_dict(cfg), {}, metrics, labels, {}, made, "data", {}, folder.name, {}
+            )
             result.write(folder)
-            remove_checkpoints(folder)
+            run_folder.remove_checkpoints(folder)
             return result
 
 
@@ -133,7 +126,7 @@ class Lab:
         return [cell.key for cell in self.work.cells]
 
     def cell(self, key: str) -> Path:
-        return locate_cell(self.folder, key)
+        return run_folder.locate_cell(self.folder, key)
 
     def move(self, runs: Path) -> "Lab":
         """The same grid in another runs folder."""
@@ -184,11 +177,11 @@ class Lab:
         former: keys of cells that were trained before the steps were logged.
         """
         assert set(self.states().values()) == {"complete"}
-        assert {path.name for path in (self.folder / CELLS).iterdir()} == former | {*self.keys}
+        assert {path.name for path in (self.folder / run_folder.CELLS).iterdir()} == former | {*self.keys}
         cells = {cell.key: cell.result for cell in read_grid(self.folder).cells}
         assert None not in cells.values()
         assert former <= cells.keys()
-        left = [path for path in self.folder.rglob("*") if path.name in ("holder.json", CHECKPOINTS)]
+        left = [path for path in self.folder.rglob("*") if path.name in ("holder.json", run_folder.CHECKPOINTS)]
         assert not left
         counts = self.count_steps()
         assert set(counts) == {f"{key} {step}" for key in self.keys if key not in former for step in STEPS}
@@ -312,8 +305,3 @@ def make_search_lab(folder: Path, training: Training) -> Lab:
     (folder / "rates.py").write_text(SEARCH)
     words = ["ablate", "search", str(folder / "rates.py"), "--runs", str(folder / "runs")]
     return Lab(folder / "runs", training, make_search(make_parser().parse_args(words), []))
-
-
-def make_console() -> tuple[Console, io.StringIO]:
-    shown = io.StringIO()
-    return Console(file=shown, width=1000), shown

@@ -21,7 +21,7 @@ from lit_lazy.grid.cell_state import HOLDER
 from lit_lazy.grid.search.run import SearchDriver, SearchWork
 from lit_lazy.training.run_folder import RESULT
 
-FEW = 3
+FEW = 2
 EVERY = int(os.environ.get("EVERY_EFFECT", "12"))
 
 

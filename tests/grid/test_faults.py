@@ -165,7 +165,7 @@ def test_where_nothing_can_be_locked_leases_replace_locks(lab: Lab, tmp_path, mo
     assert not [*lab.runs.rglob("*.lease")]
 
 
-DAMAGE = (b"", b"{", b"null", b"[1, 2]", b"[" * 200_000, b"\x00" * 64, b'{"format": 1}\n')
+DAMAGE = (b"", b"[1, 2]", b"[" * 200_000, b"\x00" * 64, b'{"format": 1}\n')
 
 
 @pytest.mark.parametrize("content", DAMAGE, ids=range(len(DAMAGE)))

@@ -2,6 +2,7 @@
 
 import errno
 import itertools
+import json
 import multiprocessing
 import os
 import shutil
@@ -23,12 +24,14 @@ from lit_lazy.grid.ablation import Cell
 from lit_lazy.grid.cell_state import MOST_DEATHS
 from lit_lazy.grid.grid_folder import read_grid
 from lit_lazy.grid.pool import LocalPool, LocalWorker
+from lit_lazy.grid.progress import Progress, describe_training
 from lit_lazy.grid.reused_results import TakenResult
 from lit_lazy.grid.work_records import Ending, Grid, Job, is_over
+from lit_lazy.support.console import plain_console
 from lit_lazy.training import execution_settings
 from lit_lazy.training.interrupts import Interrupts
 from lit_lazy.training.module import DivergedError
-from lit_lazy.training.run_folder import RESULT, RunResult, read_failure
+from lit_lazy.training.run_folder import RESULT, TAIL_BYTES, RunResult, read_failure, read_lines
 
 
 def test_commands_that_share_a_folder_share_its_cells(tmp_path: Path, lab: Lab) -> None:
@@ -63,8 +66,8 @@ def test_results_are_taken_into_no_cell_that_another_command_trains(lab, tmp_pat
     monkeypatch.setattr(run, "_note_known_results", note_and_wait)
     elsewhere = lab.move(tmp_path / "elsewhere")
     elsewhere.run()
-    results = {key: RunResult.peek(elsewhere.cell(key)) for key in lab.keys}
-    taken = {key: TakenResult(replace(result, taken_from="a pack"), 0.0) for key, result in results.items() if result}
+    results = {key: replace(RunResult.peek(elsewhere.cell(key)), taken_from="a pack") for key in lab.keys}
+    taken = {key: TakenResult(result, 0.0) for key, result in results.items()}
     lab.training.log.unlink()
     with hold(lab):
         other = replace(lab, work=replace(lab.work, taken=taken)).start()
@@ -205,11 +208,6 @@ def test_a_second_interrupt_kills_the_workers(lab: Lab) -> None:
     command.send(signal.SIGINT)
     assert command.wait() == INTERRUPTED
     assert set(lab.states().values()) == {"waiting"}
-    lab.training.at_step = lambda *_: None
-    for path in lab.folder.glob("cells/*/lingers"):
-        path.unlink()
-    lab.run()
-    lab.check_done()
 
 
 @pytest.mark.parametrize("killed", [False, True], ids=["", "its command is killed"])
@@ -310,3 +308,61 @@ def test_a_clock_that_jumps_changes_nothing(lab: Lab, monkeypatch: pytest.Monkey
     monkeypatch.setattr(time, "time", lambda: now() + next(jumps))
     assert "died" not in lab.run(workers=2)
     lab.check_done()
+
+
+# What the display of a running grid tells of each cell, from the cell's metric file
+
+
+def write_metrics(folder: Path, steps: int, *, torn: bool = False, ago: float = 0.0) -> Path:
+    """Two seconds a step, the last one `ago` seconds ago."""
+    path = folder / "metrics.jsonl"
+    started = time.time() - ago - 2 * steps
+    times = [round(1000 * (started + 2 * step)) for step in range(steps + 1)]
+    lines = [
+        json.dumps({"step": step, "milliseconds": at, "metrics": {"train/loss": 4 - step / 10}})
+        for step, at in enumerate(times)
+    ]
+    path.write_text("\n".join(lines) + ("\n" if not torn else '\n{"step": 99, "mill'))
+    return path
+
+
+TEN = "step 10 of 64, loss 3.000, about 1:48 left"
+
+
+def test_records_that_are_torn_late_or_of_two_processes(tmp_path: Path) -> None:
+    """A line that is being written; step 9's after step 10's; a training that was killed and resumed an hour later."""
+    assert describe_training(tmp_path, 64) == "", "a cell on another machine has no metrics here"
+    path = write_metrics(tmp_path, 10, torn=True)
+    assert describe_training(tmp_path, 64) == TEN
+    assert describe_training(tmp_path) == "step 10, loss 3.000"
+    lines = path.read_text().splitlines()[:11]
+    path.write_text("\n".join([*lines[:9], lines[10], lines[9]]) + "\n")
+    assert describe_training(tmp_path, 64).startswith("step 10 of 64, ")
+    before = write_metrics(tmp_path, 5, ago=3600).read_text()
+    after = write_metrics(tmp_path, 10).read_text().splitlines(keepends=True)[6:]
+    path.write_text(before + "".join(after))
+    assert describe_training(tmp_path, 64) == TEN
+    write_metrics(tmp_path, 10, ago=90)
+    assert describe_training(tmp_path, 64) == f"{TEN}, reported 1:30 ago"
+
+
+def test_a_log_says_each_minute_what_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A file as output: without it nothing is said until a cell ends, which takes hours at scale."""
+    states, clock = {"key": "running"}, [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    progress = Progress(lambda: states, plain_console(), list)
+    progress.show_running(["lazy [/x] seed 0: step 3 of 9"])
+    for clock[0] in (1.0, 20.0, 59.0, 62.0, 90.0, 130.0):
+        progress.update(states)
+    printed = capsys.readouterr().out.splitlines()
+    summary = "0/1 cells done, 1 running, {} elapsed, estimating the rest"
+    running = "  lazy [/x] seed 0: step 3 of 9"
+    assert printed == [summary.format("0:01"), summary.format("1:02"), running, summary.format("2:10"), running]
+
+
+def test_only_the_end_of_a_long_file_is_read(tmp_path: Path) -> None:
+    path = write_metrics(tmp_path, 5000)
+    assert path.stat().st_size > 3 * TAIL_BYTES
+    last, every = read_lines(path, TAIL_BYTES), read_lines(path)
+    assert 100 < len(last) < 1500
+    assert last == every[-len(last) :]

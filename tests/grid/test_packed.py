@@ -5,7 +5,7 @@ import lzma
 import math
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,9 +13,11 @@ from typing import Any
 import pytest
 from asked_grid import ask_for_grid
 from mlflow.tracking import MlflowClient
+from stores import make_runs
 from two_rows import two_rows
 
 from lit_lazy.command.main import main
+from lit_lazy.grid import reused_results
 from lit_lazy.grid.reused_results import TakenResult, find_shared
 from lit_lazy.training.run_folder import DIAGNOSTICS, METRICS, RESULT, RunResult
 
@@ -28,11 +30,8 @@ class Trained:
     """A finished grid of two rows and two seeds, and its packed file."""
 
     def __init__(self, folder: Path, store: Path) -> None:
-        self.runs, self.pack = folder / "runs", folder / "pair.xz"
-        self.file = folder / "pair.py"
+        self.runs, self.pack, self.file = make_runs(folder, store), folder / "pair.xz", folder / "pair.py"
         self.file.write_text(two_rows("pair"))
-        self.runs.mkdir()
-        shutil.copy(store, self.runs / "mlflow.db")
         assert self.run(self.runs) == 0
         assert main(["ablate", "pack", str(self.file), "--runs", str(self.runs), "--out", str(self.pack)]) == 0
 
@@ -56,11 +55,8 @@ class Trained:
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory, empty_store: Path) -> Iterator[Trained]:
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delenv("MLFLOW_TRACKING_URI", raising=False)
-        yield Trained(tmp_path_factory.mktemp("packed"), empty_store)
+def trained(tmp_path_factory: pytest.TempPathFactory, empty_store: Path) -> Trained:
+    return Trained(tmp_path_factory.mktemp("packed"), empty_store)
 
 
 def read_table(runs: Path, grid: str = ID) -> tuple[dict[str, Any], list[str]]:
@@ -92,10 +88,10 @@ def test_a_grid_continued_from_a_packed_file_equals_one_that_never_moved(trained
     assert re.fullmatch(rf"2 of 4 cells were taken from half\.xz of {ID} \(commit [\w-]+, Linux .*\)\.", note)
     results = read_results(runs)
     for key, result in read_results(trained.runs).items():
-        assert results[key]["metrics"] == result["metrics"]
-        taken = result["config"]["seed"] == 0
-        assert results[key]["taken_from"].startswith(f"half.xz of {ID}") == taken
-        assert (results[key]["timings"] == result["timings"]) == taken
+        found, taken = results[key], result["config"]["seed"] == 0
+        assert found["metrics"] == result["metrics"]
+        assert found["taken_from"].startswith(f"half.xz of {ID}") == taken
+        assert (found["timings"] == result["timings"]) == taken
     client = MlflowClient(f"sqlite:///{runs / 'mlflow.db'}")
     number = client.get_experiment_by_name(ID).experiment_id
     for run in client.search_runs([number], "tags.kind = 'cell'"):
@@ -143,17 +139,15 @@ TRUNCATED = "is truncated, or no packed file ("
 REFUSED: dict[str, tuple[Callable[[Trained, Path], object], str]] = {
     "truncated": (lambda trained, path: path.write_bytes(trained.pack.read_bytes()[:-40]), TRUNCATED),
     "fewer lines": (edit(lambda line: line, cells=5), f"{TRUNCATED}cells=5: it has 4)"),
-    "a text": (write(b"cells"), TRUNCATED),
     "an xz that expands": (
-        lambda _, path: path.write_bytes(lzma.compress(bytes(2**28 + 1), preset=0)),
-        f"{TRUNCATED}size=268435456: it ends early, or expands to more than 256 MiB)",
+        write(lzma.compress(bytes(2**25 + 1), preset=0)),
+        f"{TRUNCATED}size=33554432: it ends early, or expands to more than 32 MiB)",
     ),
     "another xz": (write(lzma.compress(b"[1]\n")), TRUNCATED),
     "no result": (set_field("metrics", 1), f"{TRUNCATED}RunResult: metrics=1"),
     "no time": (set_field("ended", math.nan), TRUNCATED),
     "a path": (set_field("variant", "a/../b"), TRUNCATED),
     "no settings": (set_field("config", {"train": 3}), TRUNCATED),
-    "no number": (set_field("metrics", {"loss/val": 10**400}), TRUNCATED),
     "no machine": (set_field("environment", {}), TRUNCATED),
     "other settings": (edit(set_at("config", "seed", 99)), "the settings of "),
     "nothing": (lambda _, path: path, "cannot be read (No such file or directory); give a file that `lit-lazy ablate"),
@@ -166,8 +160,9 @@ REFUSED: dict[str, tuple[Callable[[Trained, Path], object], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_taken_is_one_line_before_anything_is_created(case, trained, runs, tmp_path, capsys):
+def test_what_cannot_be_taken_is_one_line_and_creates_nothing(case, trained, runs, tmp_path, monkeypatch, capsys):
     make, message = REFUSED[case]
+    monkeypatch.setattr(reused_results, "MOST_BYTES", 2**25)
     path, before = tmp_path / "cells.xz", list_files(runs)
     make(trained, path)
     assert trained.run(runs, "--results", str(path)) == 2
@@ -182,15 +177,12 @@ def test_two_sources_of_a_cell_must_agree(trained, runs, tmp_path, capsys) -> No
     older = trained.edit(tmp_path / "older.xz", set_at("environment", "torch", "1.0"))
     other = trained.edit(tmp_path / "other.xz", set_at("metrics", "loss/val", 7.5))
     before = list_files(runs)
-    sources = {
-        f"'{trained.pack}' and 7.5 in '{other}'": (runs, ["--results", str(trained.pack)]),
-        f"'{trained.runs / ID}' and 7.5 in '{other}'": (trained.runs, []),
-    }
-    for named, (asked, more) in sources.items():
+    for asked, source in ((runs, trained.pack), (trained.runs, trained.runs / ID)):
+        more = ["--results", str(source)] if asked == runs else []
         assert trained.run(asked, *more, "--results", str(slower), "--results", str(other)) == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert line.startswith("lit-lazy: --results: softmax seed 0 has loss/val ")
-        assert f"in {named}; leave out the file that is wrong" in line
+        assert f"in '{source}' and 7.5 in '{other}'; leave out the file that is wrong" in line
     assert list_files(runs) == before
     agreeing = ("--results", str(older), "--results", str(slower), "--results", str(trained.pack))
     assert trained.take(trained.runs, *agreeing) == {}

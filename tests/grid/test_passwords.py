@@ -13,7 +13,6 @@ import postgres
 import psutil
 import pytest
 from instant import Lab
-from mlflow_server import MlflowServer
 from two_rows import two_rows
 
 from lit_lazy.grid.study import JOURNAL, open_study
@@ -42,9 +41,7 @@ def assert_clean(name: str, shown: bytes) -> None:
 
 
 @pytest.mark.long
-def test_a_grid_shows_no_password(
-    mlflow_server: MlflowServer, postgres_server: postgres.Server, tmp_path: Path
-) -> None:
+def test_a_grid_shows_no_password(mlflow_server, postgres_server, tmp_path) -> None:
     """Real processes; MLflow dies when a worker trains, so that errors are logged; then again without MLflow."""
     storage = postgres.create_database(postgres_server, "secret").replace("postgres@", f"postgres:{TYPED}@")
     ablation, runs = tmp_path / "secret.py", tmp_path / "runs"

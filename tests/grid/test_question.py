@@ -28,11 +28,10 @@ from lit_lazy.measure.evaluation import require_measured
 from lit_lazy.support.console import format_duration
 from lit_lazy.support.names_to_paths import find, list_available
 from lit_lazy.support.provenance import find_last_commit
-from lit_lazy.table.build import parse_table, read_table
-from lit_lazy.table.columns import COLUMNS, HEAD_COLUMNS, INIT_COLUMNS
-from lit_lazy.table.declaration import Chance, Verdict
+from lit_lazy.table.build import read_table
+from lit_lazy.table.declaration import Chance
 from lit_lazy.table.records import Contrast
-from lit_lazy.table.render import DETAILS, render_markdown
+from lit_lazy.table.render import render_markdown
 from lit_lazy.table.results_table import Table
 from lit_lazy.tracking.store_address import default_uri
 from lit_lazy.tracking.tracker import Tracker
@@ -91,17 +90,14 @@ def mine(tmp_path: Path) -> Path:
 
 
 def test_from_the_declaration_to_the_verdict(mine: Path, runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    command = [*RUN, str(mine), "--runs", str(runs), "--workers", "2"]
-    done = forked.run(command)
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = forked.check([*RUN, str(mine), "--runs", str(runs), "--workers", "2"])
     table = read_table(runs / "q_mine-backcopy_tiny" / "table.json")
     assert table.declaration.commit == find_last_commit(mine) != ""
     assert table.verdict.status == "undecided"  # six steps teach nothing, whatever the masses are
     assert (table.primary, table.verdict.exploratory) == ("mass/non_trigger", ())
-    blocks = [" ".join(block.split()) for block in done.stdout.split("\n\n")]
-    (first,) = [number for number, block in enumerate(blocks) if "No row learned the task." in block]
-    assert blocks[first + 1].startswith("Undecided (n = 5): Elastic-Softmax has less mass.")
-    assert blocks[first + 2].startswith("- elastic - softmax: undecided, elastic and softmax did not learn the task:")
+    said = " ".join(done.stdout.split())
+    why = "- elastic - softmax: undecided, elastic and softmax did not learn the task:"
+    assert re.search(rf"No row learned the task\..* Undecided \(n = 5\): Elastic-Softmax has less mass\..* {why}", said)
 
     tracker = Tracker(default_uri(runs), "q_mine-backcopy_tiny")
     (parent,) = tracker.find({"kind": "ablation"})
@@ -119,15 +115,12 @@ def test_from_the_declaration_to_the_verdict(mine: Path, runs: Path, capsys: pyt
     times = [json.loads(path.read_text())["timings"] for path in cells]
     assert table.seconds == round(sum(time["train_seconds"] + time["evaluate_seconds"] for time in times)) > 0
     assert f"Training and evaluation: {format_duration(table.seconds)}." in printed
-    written = (runs / "q_mine-backcopy_tiny" / DETAILS).read_text()
-    assert f"Trained and measured for {format_duration(table.seconds)}, all cells together." in written
 
 
 @pytest.mark.long
 def test_what_was_known_makes_a_verdict_exploratory(mine: Path, runs: Path) -> None:
     """Of a declaration that changed: test_plan.py."""
-    done = forked.run([*RUN, str(mine), "--runs", str(runs), "--workers", "2"])
-    assert done.returncode == 0, done.stdout + done.stderr
+    forked.check([*RUN, str(mine), "--runs", str(runs), "--workers", "2"])
     # Two more questions take its trainings: one that was committed before them, and one that is committed now.
     late = mine.with_name("q_late.py")
     late.write_text(SOURCE.replace("q_mine", "q_late"))
@@ -140,10 +133,7 @@ def test_what_was_known_makes_a_verdict_exploratory(mine: Path, runs: Path) -> N
     # What was known is trained again: nothing is taken, but --fresh moved the results aside.
     for name in ("q_mine", "q_early"):
         shutil.rmtree(runs / f"{name}-backcopy_tiny")
-    fresh = forked.run(
-        [*RUN, str(late), "--runs", str(runs), "--workers", "1", "--brief", "--fresh", "--rows", "softmax"]
-    )
-    assert fresh.returncode == 0, fresh.stderr
+    forked.check([*RUN, str(late), "--runs", str(runs), "--workers", "1", "--brief", "--fresh", "--rows", "softmax"])
     assert read_grid(runs / "q_late-backcopy_tiny").plan.declaration.exploratory == (OLDER,)
 
 
@@ -160,10 +150,8 @@ def test_files_in_no_commit_are_named_by_their_hash(mine: Path) -> None:
     hashes = {file.name: hashlib.sha256(file.read_bytes()).hexdigest()[:12] for file in (helper, mine)}
     assert hash_uncommitted([mine]) == hashes
     assert find_last_commit(mine) == find_last_commit(mine.parents[1] / "elsewhere.py") == ""
-    table = replace(read_table(KEPT_TABLE), files=hashes)
-    assert parse_table(json.dumps(table.to_json()), "it") == table
     listed = ", ".join(f"{name} (SHA-256 {digest})" for name, digest in sorted(hashes.items()))
-    assert f"In no commit: {listed}. With " in render_markdown(table)
+    assert f"In no commit: {listed}. With " in render_markdown(replace(read_table(KEPT_TABLE), files=hashes))
 
 
 def ask() -> Question:
@@ -186,10 +174,9 @@ def test_the_digest_is_of_all_that_was_declared(mine: Path) -> None:
     (mine.parent / "rule.py").touch()
     mine.write_text(f"import rule\n{mine.read_text()}")
     commit(mine.parent, "Import", mine.name)
-    assert find_last_commit(mine)
     assert asked.declare("base", BASE, [mine]).commit == "", "the rule that it imports is in none"
     commit(mine.parent, "Add the rule")
-    assert asked.declare("base", BASE, [mine]).commit == find_last_commit(mine)
+    assert asked.declare("base", BASE, [mine]).commit == find_last_commit(mine) != ""
     row = replace(ABLATION.rows[1], changes={"model.attention.normaliser": Elastic(tau_init=0.5)})
     others = (
         replace(asked, claim="It has much less mass."),
@@ -225,15 +212,6 @@ def test_a_published_declaration_keeps_its_commit_while_its_digest_is_the_same(m
     assert asked.declare("base", BASE, [mine]) == first
     again = replace(asked, margin=0.2).declare("base", BASE, [mine])
     assert (again.commit, again.earlier) == (find_last_commit(mine), "")
-
-
-@pytest.mark.parametrize("path", sorted(RESULTS.glob("q_*/table.json")), ids=lambda path: path.parent.name)
-def test_published_questions_are_declared_today_as_they_were(path: Path) -> None:
-    table = read_table(path)
-    files = [find("ablations", table.ablation), find("experiments", table.base)]
-    ablation, asked = load_ablation_or_question(files[0])
-    base = replace_at(load_experiment(files[1]), ablation.common)
-    assert asked.declare(table.base, base, files).digest == table.declaration.digest
 
 
 @pytest.mark.parametrize(
@@ -279,9 +257,7 @@ def test_an_outcome_that_the_data_do_not_have_is_refused(tmp_path: Path, capsys:
     template = Path(templates.__file__).with_name("question.py").read_text()
     path.write_text(template.replace('base="backcopy_tiny"', 'base="recall_tiny"'))
     assert main(["ablate", "run", str(path), "--runs", str(runs)]) == 2
-    said = (
-        "primary='sink/first_key_weight_non_trigger': is not measured on recall, which has sink/first_key_share_absent"
-    )
+    said = "primary='sink/first_key_weight_non_trigger': is not measured on recall, which has sink/first_key_share_ab"
     assert said in capsys.readouterr().err
     assert not runs.exists()
 
@@ -319,42 +295,9 @@ def test_shipped_questions_fit_their_experiment_and_use_no_seed_that_was_seen(na
     assert ablation.name == name
     assert not {*asked.ablation.seeds} & ({0, 1, 2, 3, 4, 7, 20} | {*asked.pilot_seeds})
     # The files that smollm2 needs are no part of a clone.
-    name = "smollm2_tiny" if ablation.base == "smollm2" else ablation.base
-    base = replace_at(experiment(name), ablation.common)
-    chosen = select_rows(ablation, [], [ablation.seeds[0]])
-    cells = expand(prepare_rows(chosen, base))
+    base = replace_at(experiment(ablation.base.replace("smollm2", "smollm2_tiny")), ablation.common)
+    cells = expand(prepare_rows(select_rows(ablation, [], [ablation.seeds[0]]), base))
     assert len(cells) == len(ablation.all_rows)
-
-
-@pytest.mark.long
-# test_stages.py has those of the frontier; q_lasts names its steps itself, 18,000.
-@pytest.mark.parametrize("name", [name for name in QUESTIONS if "frontier" not in name and name != "q_lasts"])
-def test_shipped_questions_run_in_a_tiny_form(name, runs, tmp_path, monkeypatch) -> None:
-    use_stand_in(monkeypatch, tmp_path)
-    ablation, asked = load_ablation_or_question(find("ablations", name))
-    tiny = f"{ablation.base}_tiny"
-    few = ("--train.steps=8", "--train.warmup_steps=2", "--train.val_every=2")
-    done = forked.run([*RUN, name, "--base", tiny, "--seeds", "10", "--runs", str(runs), "--workers", "2", *few])
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "Not decided yet: " in done.stdout
-    table = read_table(next(runs.glob(f"{name}-*/table.json")))
-    # The shared columns depend on the data; the question's columns must be measured.
-    shared = {column.key for column in (*COLUMNS, *HEAD_COLUMNS, *INIT_COLUMNS)}
-    own = {column.key for column in ablation.columns} - shared
-    measured = {column.key for column in table.columns}
-    assert {*ablation.primary, *own} <= measured
-    used = {row for contrast in asked.contrasts for row in contrast.weights}
-    assert all(len(row.metrics[ablation.primary[0]]) == 1 for row in table.rows if row.variant in used)
-
-
-def test_questions_whose_model_is_missing_stop_no_others(monkeypatch, tmp_path, capsys) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(ablate_questions_search, "list_available", lambda _: ["q_adapt_loss", "q_mask_2"])
-    assert main(["ablate", "questions", "--dry-run", "--workers", "1"]) == 0
-    out = capsys.readouterr().out
-    reason = "needs the model models/smollm2.ckpt, from which smollm2 starts; `make smollm2` makes it"
-    assert f"not ready: q_adapt_loss: {reason}" in out
-    assert [line.split()[0] for line in out.splitlines() if " about " in line] == ["q_mask_2"]
 
 
 def test_questions_are_priced_and_what_does_not_fit_is_left_out(monkeypatch, tmp_path, capsys) -> None:
@@ -362,7 +305,7 @@ def test_questions_are_priced_and_what_does_not_fit_is_left_out(monkeypatch, tmp
     ran = []
     prices = {name: 600.0 * (i + 1) for i, name in enumerate(reversed(ablate_questions_search.list_questions()[0]))}
     monkeypatch.setattr(ablate_questions_search, "make_grid", lambda options, _: options.ablation)
-    monkeypatch.setattr(ablate_questions_search, "_estimate_seconds", lambda name: prices[name])
+    monkeypatch.setattr(ablate_questions_search, "_estimate_seconds", prices.__getitem__)
     monkeypatch.setattr(ablate_questions_search, "ablate_run", lambda options, _: ran.append(options.ablation) or 0)
     words = ["ablate", "questions", "--runs", str(tmp_path / "runs"), "--workers", "1"]
     assert main([*words, "--dry-run"]) == 0
@@ -423,12 +366,8 @@ def seeds(table: Table) -> dict[str, list[int]]:
 def test_only_rows_with_an_open_contrast_go_on_and_a_resumed_question_equals_it(tmp_path, runs, capsys) -> None:
     question = write_question(tmp_path / "mine", OPEN)
     whole, printed = run(capsys, question, runs / "whole", "--looks", "3")
-    assert seeds(whole) == {
-        "softmax": [3, 4, 5, 6, 7, 8],
-        "elastic": [3, 4, 5],
-        "kept": [3, 4, 5, 6, 7, 8],
-        "apart": [3, 4, 5],
-    }
+    six, three = [3, 4, 5, 6, 7, 8], [3, 4, 5]
+    assert seeds(whole) == {"softmax": six, "elastic": three, "kept": six, "apart": three}
     assert "look 2 of 3: n = 4, 2 cells, about " in printed
     assert [look.n for look in whole.verdict.looks] == [3, 4, 6]
     assert [part.n for part in whole.verdict.parts] == [3, 6]
@@ -458,22 +397,11 @@ def test_only_rows_with_an_open_contrast_go_on_and_a_resumed_question_equals_it(
 def check_next_look(table: Table) -> None:
     """Of a question that its first look left open: what stops it."""
 
-    def with_verdict(verdict: Verdict | None) -> SimpleNamespace:
-        return SimpleNamespace(declaration=table.declaration, verdict=verdict)
-
     assert table.verdict.chances[0] == Chance(4, 0.0, 0.0)
-    assert find_next_look(table, None, 1) == 2
-    assert find_next_look(table, 1, 1) is None
-    futile = with_verdict(replace(table.verdict, futile=True))
-    assert find_next_look(futile, None, 1) is None
-    assert find_next_look(futile, 2, 1) == 2
-    decided = with_verdict(replace(table.verdict, status="refuted"))
-    assert find_next_look(decided, 2, 1) is None
-    assert find_next_look(with_verdict(None), None, 0) is None
-
-
-def test_a_dry_run_prices_the_first_look(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["ablate", "run", "q_mask_2", "--base", "backcopy_tiny", "--dry-run"]) == 0
-    printed = " ".join(capsys.readouterr().out.split())
-    assert "80 cells of q_mask_2-backcopy_tiny" in printed
-    assert "This is look 1 of 4, at n = 10, 20, 40, 80." in printed
+    futile, decided = replace(table.verdict, futile=True), replace(table.verdict, status="refuted")
+    for verdict, asked, made, number in (
+        *((table.verdict, None, 1, 2), (table.verdict, 1, 1, None), (futile, None, 1, None), (futile, 2, 1, 2)),
+        *((decided, 2, 1, None), (None, None, 0, None)),
+    ):
+        looked = SimpleNamespace(declaration=table.declaration, verdict=verdict)
+        assert find_next_look(looked, asked, made) == number

@@ -79,12 +79,9 @@ def test_the_table_is_that_of_local_workers(runs, pair, address, capsys, monkeyp
     assert main(command(runs / "ray", pair, "--launcher", "ray", "--gpus", "0")) == 1
     assert "4/5 cells done, 0 running, 1 failed" in capsys.readouterr().out
     folder = runs / "ray" / "pair-backcopy_tiny"
-    rows, theirs = (
-        [dataclasses.replace(row, git_shas=()) for row in of.rows]  # a commit may happen in between
-        for of in (read_table(folder / "table.json"), local)
-    )
-    assert rows == theirs
-    assert [row.n for row in rows] == [2, 2, 0]
+    found = read_table(folder / "table.json")
+    assert [row.metrics for row in found.rows] == [row.metrics for row in local.rows]
+    assert [row.n for row in found.rows] == [2, 2, 0]
     started = [line for line in log_of(folder) if line.startswith("start ")]
     assert len(started) == len(set(started)) == 5
 
@@ -157,8 +154,6 @@ WRONG = [
             (["--threads", "5"], "asks for 5 CPUs and 1 GPU, which no"),
         )
     ),
-    *((["--launcher", "ray", "--gpus", share], "a fraction of one GPU") for share in ("1.5", "1e-5")),
-    *((["--launcher", "ray", "--gpus", share], "must be a finite number of at least 0") for share in ("-1", "nan")),
 ]
 
 
@@ -175,20 +170,10 @@ def test_a_mistake_is_one_line_and_creates_nothing(options, said, pair, closed_p
         assert said in expect_refusal(words, capsys)
 
 
-@pytest.mark.parametrize(
-    ("cpus", "gpus", "times"),
-    [
-        (1, 0, 8 + 2),
-        (3, 0, 2),
-        (1, 1, 2),
-        (1, 2, 1),
-        (1, 0.5, 4),
-        (1, 0.4, 4),  # a share lies within one GPU
-        (1, 0.1, 8),
-    ],
-)
-def test_as_many_cells_run_at_once_as_machines_carry(cpus: int, gpus: float, times: int) -> None:
-    assert count_cells([(8.0, 2.0), (2.0, 0.0)], cpus, gpus) == times
+def test_as_many_cells_run_at_once_as_machines_carry() -> None:
+    """A share of 0.4 lies within one GPU."""
+    times = {(1, 0): 8 + 2, (3, 0): 2, (1, 1): 2, (1, 2): 1, (1, 0.5): 4, (1, 0.4): 4, (1, 0.1): 8}
+    assert {share: count_cells([(8.0, 2.0), (2.0, 0.0)], *share) for share in times} == times
 
 
 def test_a_worker_that_does_not_share_the_folder_sends_its_files(lab, tmp_path, monkeypatch) -> None:

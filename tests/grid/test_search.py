@@ -3,7 +3,7 @@
 import csv
 import json
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -318,43 +318,43 @@ def test_a_validation_that_a_kill_cut_off_is_reported_when_it_is_repeated() -> N
 # From the command line to MLflow, with real trainings
 
 
-def points_of(runs: Path) -> dict[str, dict[str, str]]:
+def read_points(runs: Path) -> dict[str, dict[str, str]]:
     with (runs / ID / "table.csv").open() as file:
         return {row["point"]: row for row in csv.DictReader(file)}
 
 
 def test_a_search_from_start_to_table_and_on(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rates, other = tmp_path / "rates.py", tmp_path / "other" / "rates.py"
-    rates.write_text(SEARCH.replace("trials=6", "trials=5"))
-    command = ["ablate", "search", str(rates), "--runs", str(runs), "--workers", "1"]
-    assert main([*command, "--dry-run"]) == 0
-    out = " ".join(capsys.readouterr().out.split())
-    assert "5 points of search-rates-backcopy_tiny" in out
-    assert "Pruning from step 2 on: after 3 of 6 steps." in out
+    (rates := tmp_path / "rates.py").write_text(SEARCH.replace("trials=6", "trials=5"))
+
+    def run(*more: str, file: Path = rates, status: int = 0) -> str:
+        assert main(["ablate", "search", str(file), "--runs", str(runs), "--workers", "2", *more]) == status
+        printed = capsys.readouterr()
+        return " ".join((printed.err if status else printed.out).split())
+
+    def find_results() -> dict[str, int]:
+        """When each result was written, by its cell."""
+        return {path.parent.name: path.stat().st_mtime_ns for path in runs.glob(f"{ID}/cells/*/result.json")}
+
+    said = run("--dry-run")
+    assert "5 points of search-rates-backcopy_tiny" in said
+    assert "Pruning from step 2 on: after 3 of 6 steps." in said
     assert [path.name for path in runs.iterdir()] == ["mlflow.db"]
-
-    assert main([*command[:-1], "2"]) == 0
-    out = " ".join(capsys.readouterr().out.split())
-    assert "5 points, 0 already finished, 5 to train" in out
-    assert "5/5 cells done" in out
-    assert "best " in out
-    first = points_of(runs)
+    said = run()
+    assert "5 points, 0 already finished, 5 to train" in said
+    assert "5/5 cells done" in said
+    first, results = read_points(runs), find_results()
     assert sorted(first) == list("01234")
-    results = {path.parent.name: path.stat().st_mtime_ns for path in runs.glob(f"{ID}/cells/*/result.json")}
-
-    assert main([*command, "--trials", "8"]) == 0
-    assert "8 points, 5 already finished, 3 to train" in capsys.readouterr().out
-    rows = points_of(runs)
+    assert "8 points, 5 already finished, 3 to train" in run("--trials", "8")
+    rows = read_points(runs)
     assert sorted(rows) == list("01234567")
     assert first.items() <= rows.items()
-    after = {path.parent.name: path.stat().st_mtime_ns for path in runs.glob(f"{ID}/cells/*/result.json")}
-    assert results.items() <= after.items()
+    assert results.items() <= find_results().items()
 
     complete = [row for row in rows.values() if row["state"] == "complete"]
     pruned = [row for row in rows.values() if row["state"] == "pruned"]
     assert (len(complete) + len(pruned), bool(pruned)) == (8, True), "rates that learn nothing are below the median"
     assert not list(runs.glob(f"{ID}/cells/*/checkpoints"))
-    assert after.keys() == {row["run"] for row in complete}
+    assert find_results().keys() == {row["run"] for row in complete}
     for row in complete:
         result = json.loads((runs / ID / "cells" / row["run"] / "result.json").read_text())
         assert float(row["loss/val"]) == result["metrics"]["loss/val"]
@@ -365,41 +365,35 @@ def test_a_search_from_start_to_table_and_on(runs: Path, tmp_path: Path, capsys:
         assert "worse than the median" in row["reason"]
     losses = [float(row["loss/val"]) for row in complete]
     assert losses == sorted(losses)
+    assert "5 points, all finished: nothing to do" in run()
+    check_mlflow(runs, {row["run"]: row for row in rows.values()})
+    (other := tmp_path / "other").mkdir()
+    (other := other / "rates.py").write_text(SEARCH.replace("0.1, log", "0.2, log").replace("startup=2", "startup=3"))
+    said = run(file=other, status=2)
+    assert "axes, startup changed since this search was started; --fresh moves the former results away" in said
 
-    assert main(command) == 0
-    assert "5 points, all finished: nothing to do" in capsys.readouterr().out
-    # One parent with table and figures, one child per point with axes and the right status.
+
+def check_mlflow(runs: Path, rows: Mapping[str, Mapping[str, str]]) -> None:
+    """One parent with table and figures, one child for each row of the table, with its axes and its status."""
     client = MlflowClient(f"sqlite:///{runs / 'mlflow.db'}")
-    number = client.get_experiment_by_name(ID).experiment_id
-    found = client.search_runs([number])
+    found = client.search_runs([client.get_experiment_by_name(ID).experiment_id])
     (parent,) = [run for run in found if run.data.tags["kind"] == "search"]
-    children = [run for run in found if run.data.tags["kind"] == "cell"]
+    children = {run.data.tags["cell"]: run for run in found if run.data.tags["kind"] == "cell"}
     artifacts = {artifact.path for artifact in client.list_artifacts(parent.info.run_id)}
-    assert {"table.md", "table.csv", "table.json", "table.html", "search.json", "config.yaml"} <= artifacts
-    assert {f"{name}.{ending}" for name in ("history", "slices") for ending in ("png", "svg")} <= artifacts
-    assert parent.info.status == "FINISHED"
-    assert parent.data.params["axis.lr"] == "1e-06 to 0.1, log"
-    by_run = {row["run"]: row for row in rows.values()}
-    assert sorted(run.data.tags["cell"] for run in children) == sorted(by_run)
-    for run in children:
-        row, tags = by_run[run.data.tags["cell"]], run.data.tags
-        assert tags["mlflow.parentRunId"] == parent.info.run_id
-        assert tags["variant"] == f"point {row['point']}"
-        assert {"lr", "tau_init"} <= run.data.params.keys()
+    assert {"table.json", "search.json", "config.yaml", "history.png", "slices.svg"} <= artifacts
+    assert (parent.info.status, parent.data.params["axis.lr"]) == ("FINISHED", "1e-06 to 0.1, log")
+    assert children.keys() == rows.keys()
+    for key, run in children.items():
+        row, tags = rows[key], run.data.tags
+        assert (tags["mlflow.parentRunId"], tags["variant"]) == (parent.info.run_id, f"point {row['point']}")
         assert float(run.data.params["lr"]) == float(row["train.lr"])
+        assert "tau_init" in run.data.params
         if row["state"] == "complete":
             assert (run.info.status, tags["state"]) == ("FINISHED", "complete")
             assert run.data.metrics["loss/val"] == pytest.approx(float(row["loss/val"]))
         else:
             assert (run.info.status, tags["state"], tags["optuna.state"]) == ("KILLED", "pruned", "PRUNED")
             assert run.data.metrics["val/loss"] == pytest.approx(float(row["last_validation"]))
-
-    other.parent.mkdir()
-    other.write_text(rates.read_text().replace("0.1, log", "0.2, log").replace("startup=2", "startup=3"))
-    assert main(["ablate", "search", str(other), "--runs", str(runs), "--workers", "1"]) == 2
-    error = capsys.readouterr().err
-    assert "axes, startup changed since this search was started; --fresh moves the former results away" in error
-    assert error.count("\n") == 1
 
 
 # Table and figures

@@ -1,5 +1,6 @@
 """Model-based test of a grid's folders: any order of what commands, workers, deaths, damage and people do to them."""
 
+import io
 import itertools
 import os
 from collections.abc import Iterator
@@ -10,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
-from instant import make_console
+from rich.console import Console
 
 from lit_lazy.grid import run
 from lit_lazy.grid.ablation import Cell
@@ -19,16 +20,7 @@ from lit_lazy.grid.grid_folder import ASIDE
 from lit_lazy.grid.run import GridDriver, reset_grid
 from lit_lazy.grid.study import JOURNAL
 from lit_lazy.grid.work_records import Ending, Work
-from lit_lazy.training.run_folder import (
-    CHECKPOINTS,
-    FAILURE,
-    LAST,
-    RESULT,
-    RunResult,
-    locate_cell,
-    write_failure,
-    write_settings,
-)
+from lit_lazy.training import run_folder
 
 CELLS = {key: Cell(key, "v", "ours", seed, {}, {}) for seed, key in enumerate(("a", "b", "c"))}
 KEYS = st.sampled_from(sorted(CELLS))
@@ -74,7 +66,7 @@ class Machine(RuleBasedStateMachine):
             self.end_as(key, "waiting", "interrupted")
 
     def folder(self, key: str) -> Path:
-        return locate_cell(self.work.folder, key)
+        return run_folder.locate_cell(self.work.folder, key)
 
     @rule(key=KEYS)
     def claim(self, key: str) -> None:
@@ -96,7 +88,7 @@ class Machine(RuleBasedStateMachine):
         cell.deaths, cell.progress = deaths, cell.written
         cell.state = "complete" if cell.state == "complete" else "running"
         self.locks[key] = lock
-        write_settings(self.folder(key), key, "data", {"is": key})
+        run_folder.write_settings(self.folder(key), key, "data", {"is": key})
 
     def end_as(self, key: str, state: str, kind: str) -> None:
         give_back(self.folder(key), self.locks.pop(key))  # type: ignore[arg-type]
@@ -110,14 +102,14 @@ class Machine(RuleBasedStateMachine):
     @rule(key=HELD)
     def finish(self, key: str) -> None:
         fields = {"train": {"steps": 1}}, {}, {"loss/val": 1.0}, {}, {}, {"git_sha": "x"}, "data", {}, key, {}
-        RunResult(key, *fields).write(self.folder(key))
+        run_folder.RunResult(key, *fields).write(self.folder(key))
         self.end_as(key, "complete", "done")
 
     @precondition(lambda self: self.locks)
     @rule(key=HELD, final=st.booleans())
     def fail(self, key: str, final: bool) -> None:
         if self.cells[key].state == "running":
-            write_failure(self.folder(key), "why", final)
+            run_folder.write_failure(self.folder(key), "why", final)
             self.cells[key].final = final
         self.end_as(key, "failed", "failed")
 
@@ -141,7 +133,7 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.locks)
     @rule(key=HELD)
     def get_ahead(self, key: str) -> None:
-        checkpoint = self.folder(key) / CHECKPOINTS / LAST
+        checkpoint = self.folder(key) / run_folder.CHECKPOINTS / run_folder.LAST
         checkpoint.parent.mkdir(exist_ok=True)
         checkpoint.touch()
         self.cells[key].written = next(self.ticks)
@@ -176,7 +168,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule()
     def fresh(self) -> None:
-        console, shown = make_console()
+        console = Console(file=io.StringIO(), width=1000)
         if any(cell.state == "running" for cell in self.cells.values()) or self.locks:
             with pytest.raises(ValueError, match=rf"--fresh: {self.work.id} is running \(process {os.getpid()} on "):
                 reset_grid(self.work, console)
@@ -185,13 +177,13 @@ class Machine(RuleBasedStateMachine):
         aside = self.work.folder.with_name(f"{self.work.id}{ASIDE}{self.asides}")
         reset_grid(self.work, console)
         (moved,) = self.work.runs.glob(f"{self.work.id}{ASIDE}????????-*")
-        assert shown.getvalue() == f"the former results are in {moved}\n"
-        assert len(list(moved.glob(f"cells/*/{RESULT}"))) == complete
+        assert console.file.getvalue() == f"the former results are in {moved}\n"
+        assert len(list(moved.glob(f"cells/*/{run_folder.RESULT}"))) == complete
         moved.rename(aside)
         self.asides += 1
         self.begin()
 
-    @rule(key=KEYS, content=DAMAGE, name=st.sampled_from((RESULT, FAILURE, HOLDER, "cell.json")))
+    @rule(key=KEYS, content=DAMAGE, name=st.sampled_from((run_folder.RESULT, run_folder.FAILURE, HOLDER, "cell.json")))
     def damage(self, key: str, content: bytes, name: str) -> None:
         """Of a file that is there; a damaged result, or reason of failure, is none."""
         cell, path = self.cells[key], self.folder(key) / name
@@ -203,7 +195,7 @@ class Machine(RuleBasedStateMachine):
             path.unlink()
         self.drivers.clear()
         GridDriver(self.work, None)
-        if (name, cell.state) in ((RESULT, "complete"), (FAILURE, "failed")):
+        if (name, cell.state) in ((run_folder.RESULT, "complete"), (run_folder.FAILURE, "failed")):
             cell.state = "waiting"
             # A command may have cleared what was left beside a result.
             cell.left = find_dead(self.folder(key)) is not None

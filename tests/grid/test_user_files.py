@@ -72,13 +72,6 @@ MEASURED = f"from metric import COLUMN, Own\n{ABLATION}".replace(
     "columns=COLUMNS,", 'columns=(COLUMN, *COLUMNS), common={"evaluations": (Own(),)},'
 )
 
-MEASURES = """
-from lit_lazy.command.main import main
-
-if __name__ == "__main__":
-    main(["ablate", "list"])
-"""
-
 
 def shadow(folder: Path) -> Path:
     """Files named like essential modules of Python."""
@@ -142,22 +135,17 @@ def test_files_beside_it_reach_every_worker_and_edited_code_is_refused(mine: Pat
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", ["a worker", "a task of Ray", "the dashboard's server", "a measurement's process"])
+@pytest.mark.parametrize("kind", ["a worker", "a task of Ray", "the dashboard's server"])
 def test_no_process_takes_a_module_from_the_current_folder(kind, mine, runs, tmp_path, closed_port) -> None:
     """Real processes: a fork has already imported Python's modules."""
-    script = tmp_path / "measures.py"  # its folder is on the path, the current one is not: as with a console script
-    script.write_text(MEASURES)
     if kind == "a task of Ray":
         pytest.importorskip("ray", reason="needs Ray: pip install 'lit-lazy[ray]'")
     Tracker(default_uri(runs), "x").create_run("x", {"kind": "run"})
+    program = str(Path(sys.executable).with_name("lit-lazy"))
     words = {
         "a worker": command(mine, runs, "--rows", "mine"),
         "a task of Ray": command(mine, runs, "--launcher", "ray"),
-        "the dashboard's server": [
-            *(str(Path(sys.executable).with_name("lit-lazy")), "dashboard"),
-            *("--runs", str(runs), "--port", str(closed_port)),
-        ],
-        "a measurement's process": [sys.executable, str(script)],
+        "the dashboard's server": [program, "dashboard", "--runs", str(runs), "--port", str(closed_port)],
     }[kind]
     here = shadow(tmp_path / "here")
     process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=here)
@@ -169,19 +157,14 @@ def test_no_process_takes_a_module_from_the_current_folder(kind, mine, runs, tmp
     assert process.wait() == 0, "".join(said)
 
 
-def test_a_metric_is_added_to_or_left_out_of_a_finished_grid_without_training_if_its_models_were_kept(
-    mine: Path, runs: Path
-) -> None:
+def test_a_metric_is_added_to_or_left_out_of_a_finished_grid_without_training_if_its_models_were_kept(mine, runs):
     def read_cells() -> dict[str, tuple[float, float | None, bool]]:
         """When each row was trained, its own metric, and whether its model is kept."""
-        return {
-            cell.variant: (
-                cell.metrics["time/train_seconds"],
-                cell.metrics.get("own/size"),
-                (cell.folder / FINAL_CHECKPOINT).exists(),
-            )
-            for cell in read_grid(grid).cells
-        }
+        found = {}
+        for cell in read_grid(grid).cells:
+            kept = (cell.folder / FINAL_CHECKPOINT).exists()
+            found[cell.variant] = cell.metrics["time/train_seconds"], cell.metrics.get("own/size"), kept
+        return found
 
     run, grid = partial(run_command, mine, runs), runs / "mine-backcopy_tiny"
     run("--rows", "mine")
@@ -211,9 +194,7 @@ def test_a_metric_is_added_to_or_left_out_of_a_finished_grid_without_training_if
 def test_a_file_that_is_hidden_by_another_module_is_named(mine: Path, tmp_path: Path) -> None:
     (mine.parent / "queue.py").write_text("MINE = 1\n")
     mine.write_text("import queue\n")
-    with pytest.raises(
-        ValueError, match=r"mine\.py: imports 'queue', which is .* and not queue\.py next to it; rename"
-    ):
+    with pytest.raises(ValueError, match=r"mine\.py: imports 'queue', which is .* and not queue\.py next to it; ren"):
         load_module(mine)
     other = tmp_path / "other"
     shutil.copytree(mine.parent, other)

@@ -110,11 +110,8 @@ def test_a_newer_file_is_refused_and_kept(name: str, runs: Path, capsys: pytest.
         path = cells / INTERRUPTED / "checkpoints" / "last.ckpt"
         torch.save(torch.load(path, weights_only=True) | NEWER, path)
     else:
-        (plan,) = runs.glob("mlartifacts/**/plan.json")
-        source, path = (
-            (plan, plan) if name == "plan" else [cells / key / "result.json" for key in (FINISHED, INTERRUPTED)]
-        )
-        path.write_text(json.dumps(json.loads(source.read_text()) | NEWER))
+        path = cells / FINISHED / "result.json" if name == "result" else next(runs.glob("mlartifacts/**/plan.json"))
+        path.write_text(json.dumps(json.loads(path.read_text()) | NEWER))
     kept = path.read_bytes()
     assert main([*COMMAND, "--runs", str(runs)]) == 1
     printed = " ".join("".join(capsys.readouterr()).split())

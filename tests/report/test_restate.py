@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from lit_lazy.command.main import main
+from lit_lazy.config.serialisation import replace_at
+from lit_lazy.config.user_files import load_experiment
 from lit_lazy.grid.question import load_ablation_or_question
 from lit_lazy.support import console
 from lit_lazy.support.names_to_paths import find
@@ -23,9 +25,15 @@ QUESTION = RESULTS / "q_mask_2-backcopy"
 
 @pytest.mark.parametrize("path", KEPT, ids=lambda path: path.parent.name)
 def test_committed_tables_say_what_their_values_and_todays_statistics_give(path: Path, tmp_path: Path) -> None:
+    """A question is declared today as it was."""
     table = read_table(path)
-    ablation, _ = load_ablation_or_question(find("ablations", table.ablation))
+    file = find("ablations", table.ablation)
+    ablation, asked = load_ablation_or_question(file)
     assert recompute_statistics(table, ablation.columns, ablation.all_contrasts, ablation.primary) == table
+    if asked is not None:
+        experiment = find("experiments", table.base)
+        base = replace_at(load_experiment(experiment), ablation.common)
+        assert asked.declare(table.base, base, [file, experiment]).digest == table.declaration.digest
     for file in save(table, tmp_path, ("table.md", "table.json")):
         assert path.with_name(file.name).read_text() == file.read_text(), file.name
 
@@ -41,9 +49,7 @@ def test_the_results_are_small() -> None:
     [path.parent if path.parent == QUESTION else pytest.param(path.parent, marks=pytest.mark.long) for path in KEPT],
     ids=lambda folder: folder.name,
 )
-def test_a_report_is_made_of_a_committed_table(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_report_is_made_of_a_committed_table(folder, tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     opened: list[str] = []
     monkeypatch.setattr(console, "open_page", opened.append)
@@ -62,9 +68,7 @@ def test_a_report_is_made_of_a_committed_table(
     assert (made / "table.md").read_text() == (folder / "table.md").read_text()
 
 
-def test_the_command_restates_a_table_by_what_is_declared_now(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_restates_a_table_by_what_is_declared_now(tmp_path, capsys, monkeypatch) -> None:
     monkeypatch.setenv("COLUMNS", "120")
     kept = RESULTS / "rivals-stdlib"
     stale = json.loads((kept / "table.json").read_text())
@@ -100,14 +104,7 @@ def doctored(tmp_path: Path, **changes: object) -> Path:
         (RESTATE, {"declaration": None}, "the table declares nothing, the question's file does"),
     ],
 )
-def test_what_is_no_table_of_it_is_named_and_left_as_it_was(
-    words: list[str],
-    changes: dict[str, object],
-    said: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_what_is_no_table_of_it_is_named_and_left_as_it_was(words, changes, said, tmp_path, monkeypatch, capsys):
     """A verdict is on what was declared before its run, so file and question must declare the same."""
     table = doctored(tmp_path, **changes)
     before = table.read_bytes()
@@ -119,9 +116,7 @@ def test_what_is_no_table_of_it_is_named_and_left_as_it_was(
     assert not list(Path().iterdir())
 
 
-def test_verdicts_follow_from_the_values_whatever_a_file_says(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_verdicts_follow_from_the_values_whatever_a_file_says(tmp_path, capsys) -> None:
     kept = doctored(tmp_path)
     table, verdict = json.loads(kept.read_text()), read_table(kept).verdict
     assert verdict is not None

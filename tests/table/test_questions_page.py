@@ -15,15 +15,7 @@ import pytest
 from scipy.stats import binom, t
 
 from lit_lazy.command.main import main
-from lit_lazy.report.question_verdicts import (
-    THEMES,
-    QuestionResult,
-    Words,
-    collect_answers,
-    fill_page,
-    read_questions,
-    read_words,
-)
+from lit_lazy.report import question_verdicts
 from lit_lazy.support.names_to_paths import list_available
 from lit_lazy.table.build import read_table
 
@@ -43,16 +35,16 @@ MARKED = """
 
 
 @pytest.fixture(scope="module")
-def found() -> list[QuestionResult]:
-    return read_questions(RESULTS)
+def found() -> list[question_verdicts.QuestionResult]:
+    return question_verdicts.read_questions(RESULTS)
 
 
-def test_the_pages_are_made_of_the_committed_tables(found: list[QuestionResult]) -> None:
+def test_the_pages_are_made_of_the_committed_tables(found: list[question_verdicts.QuestionResult]) -> None:
     """Written by `lit-lazy ablate verdicts docs/results --insert README.md --insert docs/results/README.md`."""
-    answers = collect_answers(found, RESULTS)
+    answers = question_verdicts.collect_answers(found, RESULTS)
     for page in (ROOT / "README.md", RESULTS / "README.md"):
-        assert fill_page(page.read_text(), answers, RESULTS, page.parent) == page.read_text()
-    assert {answer.words.finding for answer in answers} == {"", *THEMES}
+        assert question_verdicts.fill_page(page.read_text(), answers, RESULTS, page.parent) == page.read_text()
+    assert {answer.words.finding for answer in answers} == {"", *question_verdicts.THEMES}
 
 
 def test_no_result_is_typed() -> None:
@@ -65,9 +57,7 @@ def test_no_result_is_typed() -> None:
         assert re.findall(r".*(?:\d\.\d|\d %).*", typed) == []
 
 
-def test_a_changed_value_changes_every_page(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_changed_value_changes_every_page(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     name, metric = "q_text_2-stdlib_small", "loss/bits_per_byte"
     shutil.copytree(RESULTS / name, tmp_path / "results" / name)
@@ -92,16 +82,15 @@ def test_a_changed_value_changes_every_page(
         assert "| old |" not in verdicts
         assert f"| [q_text_2](results/{name}/table.md): {status} | " in reviewers
         value, difference = reviewers.splitlines()[-2:]
-        assert re.fullmatch(
-            rf"the loss \[{fmean(rows['elastic'].values()):.4f} ±\S+ bits/byte\]{re.escape(links[0])}", value
-        )
-        assert re.fullmatch(rf"the loss \[{re.escape(f'{mean:+.4f}')} ±\S+, p\S+\]{re.escape(links[1])}", difference)
+        loss, mean_link, link = fmean(rows["elastic"].values()), re.escape(f"{mean:+.4f}"), [*map(re.escape, links)]
+        assert re.fullmatch(rf"the loss \[{loss:.4f} ±\S+ bits/byte\]{link[0]}", value)
+        assert re.fullmatch(rf"the loss \[{mean_link} ±\S+, p\S+\]{link[1]}", difference)
 
 
 def test_words_hold_no_result() -> None:
     """A number stands in the declaration, or is filled in from the table."""
     for name in (name for name in list_available("ablations") if name.startswith("q_")):
-        words = read_words(name)
+        words = question_verdicts.read_words(name)
         assert words.subject != "Other"
         assert words.claim
         declared = (ROOT / "ablations" / f"{name}.py").read_text() + "SmolLM2-135M"
@@ -109,9 +98,7 @@ def test_words_hold_no_result() -> None:
         assert [x for x in re.findall(r"\d[\d,.]*", typed) if x.rstrip(",.") not in declared] == [], name
 
 
-def test_mistakes_in_words_are_named(
-    found: list[QuestionResult], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mistakes_in_words_are_named(found, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "ablations").mkdir()
     asked = [result for result in found if result.table.ablation == "q_text_2"]
@@ -122,8 +109,8 @@ def test_mistakes_in_words_are_named(
     ):
         (tmp_path / "ablations" / "q_text_2.toml").write_text(text)
         with pytest.raises(ValueError, match=f"q_text_2.toml: {said}"):
-            collect_answers(asked, RESULTS)
-    assert read_words("q_of_mine") == Words()
+            question_verdicts.collect_answers(asked, RESULTS)
+    assert question_verdicts.read_words("q_of_mine") == question_verdicts.Words()
 
 
 def test_the_first_round_s_page_is_made_of_its_values() -> None:
@@ -134,17 +121,15 @@ def test_the_first_round_s_page_is_made_of_its_values() -> None:
         [first_round.compute_mean(question, contrast) for contrast in question["contrasts"]]
 
 
-def test_a_question_is_listed_without_words_and_a_first_attempt_until_it_is_repeated(
-    found: list[QuestionResult], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    listed = {answer.question for answer in collect_answers(found, RESULTS)}
+def test_a_question_is_listed_without_words_and_a_first_attempt_until_it_is_repeated(found, tmp_path, monkeypatch):
+    listed = {answer.question for answer in question_verdicts.collect_answers(found, RESULTS)}
     repeated = {result.declared.after for result in found}
     assert listed == {result.table.ablation for result in found} - repeated | {"q_null", "q_length"}
     (scale,) = (result for result in found if result.table.ablation == "q_scale")
     again = scale._replace(table=replace(scale.table, declaration=replace(scale.declared, after="q_null")))
-    assert "q_null" not in {answer.question for answer in collect_answers([again], RESULTS)}
+    assert "q_null" not in {answer.question for answer in question_verdicts.collect_answers([again], RESULTS)}
     monkeypatch.setattr("lit_lazy.report.question_verdicts.find_words", lambda _: None)
-    (answer,) = collect_answers([scale], tmp_path)
+    (answer,) = question_verdicts.collect_answers([scale], tmp_path)
     assert answer.words.claim == scale.declared.claim
     assert answer.words.effect.startswith("slope of elastic - softmax: -0.0708 [")
     assert answer.words.scope == "stdlib_small, 10 seeds"
@@ -235,3 +220,30 @@ def test_a_verdict_at_looks_recomputed_from_the_values_by_hand(path: Path) -> No
         decided = {name: status for name, status in found.items() if status != "undecided"}
     worst = "refuted" if "refuted" in found.values() else "undecided" if len(decided) < k else "supported"
     assert verdict.status == worst
+
+
+# The page of the ladder is made of its packed cells
+
+LADDER = RESULTS / "frontier-frontier_100k"
+ladder_page = SimpleNamespace(**runpy.run_path(str(LADDER / "page.py")))
+
+
+@pytest.fixture(scope="module")
+def ladder():
+    return ladder_page.Ladder.read(ladder_page.CELLS)
+
+
+def test_it_is_made_of_its_cells(ladder) -> None:
+    assert (LADDER / "README.md").read_text() == ladder_page.format_page(ladder)
+
+
+def test_another_loss_is_another_difference(ladder) -> None:
+    place = ladder.usual[0]
+    rules = {rule: dict(seeds) for rule, seeds in ladder.cells[place].items()}
+    before = ladder.compare(place, "lazy", "softmax", "loss/val")
+    for seed, result in rules["lazy"].items():
+        rules["lazy"][seed] = replace(result, metrics=result.metrics | {"loss/val": result.metrics["loss/val"] + 0.5})
+    changed = ladder_page.Ladder({**ladder.cells, place: rules})
+    assert changed.compare(place, "lazy", "softmax", "loss/val").mean == pytest.approx(before.mean + 0.5)
+    assert ladder_page.describe(changed)[0] != ladder_page.describe(ladder)[0]
+    assert ladder_page.describe(changed)[1:4] == ladder_page.describe(ladder)[1:4]

@@ -1,15 +1,14 @@
 """Links and saved views on MLflow's server in a real browser."""
 
-import os
 import re
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
-from chromium import CHROMIUM, Browser
+from chromium import Browser
 from mlflow.entities import Metric, Param, RunData, RunTag
+from stores import make_runs
 
 from lit_lazy.command.main import main
 from lit_lazy.config.user_files import load_module
@@ -41,9 +40,7 @@ SECTIONS = f"{HEADERS}.map(header => header.innerText)"
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory, empty_store: Path) -> Path:
     """Runs of three rows with two seeds, synthetic cells, and a run of an experiment without views."""
-    runs = tmp_path_factory.mktemp("dashboard") / "runs"
-    runs.mkdir()
-    shutil.copy(empty_store, runs / "mlflow.db")
+    runs = make_runs(tmp_path_factory.mktemp("dashboard"), empty_store)
     command = ["ablate", "run", "table2", "--base", "backcopy_tiny", "--rows", ",".join(ROWS), "--seeds", "0,1"]
     with pytest.MonkeyPatch.context() as patch:  # the report is only linked to
         patch.setattr(ablation_page, "write_report", lambda _grid, folder, *_: (folder / REPORT).touch())
@@ -82,9 +79,6 @@ def links(runs: Path) -> Iterator[dict[str, str]]:
 
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    if CHROMIUM is None:
-        assert not os.environ.get("LIT_LAZY_REQUIRE_BROWSER"), "chromium is missing, and must not be here"
-        pytest.skip("needs chromium on the PATH")
     with Browser(tmp_path_factory.mktemp("profile"), 6000, 4000, screenshots.FIRST_VISIT) as browser:
         yield browser
 
@@ -114,9 +108,7 @@ class TestPages:
 
     def test_the_second_shows_every_cell_and_the_menu_leads_to_the_others(self, links, browser) -> None:
         text = opened(browser, links["all cells"], says("lazy seed 1"))
-        for variant in ROWS:
-            for seed in (0, 1):
-                assert f"{variant} seed {seed}" in text
+        assert all(f"{variant} seed {seed}" in text for variant in ROWS for seed in (0, 1))
         assert "Group: softmax" not in text
         assert " mass/trigger " in text
         browser.click("document.querySelector('[data-testid=saved-views-trigger]')")
@@ -182,14 +174,12 @@ class TestLinks:
 
     def test_an_unknown_name_is_told_in_a_line_and_nothing_is_served(self, runs, capsys) -> None:
         assert main(["dashboard", "table3", "--runs", str(runs)]) == 2
-        said = capsys.readouterr()
-        (line,) = said.err.splitlines()
-        assert line.startswith(
-            "lit-lazy: dashboard 'table3': MLflow has no experiment or ablation of this name; it has: "
-        )
-        assert "table2-backcopy_tiny" in line
-        assert "train-other" in line
-        assert not said.out
+        out, error = capsys.readouterr()
+        said = "lit-lazy: dashboard 'table3': MLflow has no experiment or ablation of this name; it has: "
+        assert re.fullmatch(rf"{said}[^\n]*\n", error)
+        assert "table2-backcopy_tiny" in error
+        assert "train-other" in error
+        assert not out
 
 
 def cell(variant: str, axes: dict[str, str], *metrics: str, loss: float = 1.0) -> RunData:
@@ -202,61 +192,52 @@ class TestViews:
     LAZY = cell("lazy", {"bias": "Alibi", "tau_init": "1.0"}, "loss/val", "watch/tau_layer_0", "watch/tau_layer_11")
     LAZIER = cell("lazier", {"bias": "Alibi", "tau_init": "2.0"}, "loss/val", "watch/tau_layer_2", "val/excess")
 
-    def charts(
-        self, name: str, cells: list[RunData], main: tuple[str, ...] = ("loss/excess", "loss/val")
-    ) -> list[dict]:
-        return build_views(["bias", "tau_init"], ["loss/excess", "loss/val"], main, cells)[name]["compareRunCharts"]
+    def draw(self, name: str, *cells: RunData) -> list[tuple[str, str]]:
+        """Kind and subject of each chart of a view."""
+        metrics = ["loss/excess", "loss/val"]
+        charts = build_views(["bias", "tau_init"], metrics, metrics, [*cells])[name]["compareRunCharts"]
+        for chart in charts:
+            assert chart["type"] != "LINE" or chart["lineSmoothness"] == 0
+            assert chart["type"] != "PARALLEL" or not cells or chart["selectedMetrics"] == ["loss/val"]
+        subjects = [c.get("selectedParams") or c.get("metricKey") or c["xaxis"]["key"] for c in charts]
+        return [(chart["type"], subject) for chart, subject in zip(charts, subjects, strict=True)]
 
     def test_only_what_cells_have_is_drawn(self) -> None:
-        drawn = self.charts(CHARTS_VIEW, [self.SOFTMAX])
-        assert [c.get("metricKey") or c["xaxis"]["key"] for c in drawn] == [
-            "loss/val",
-            "sink/rate",
-            "sink/rate",
-            "val/loss",
-        ]
-        assert [c["type"] for c in drawn] == ["BAR", "BAR", "SCATTER", "LINE"]
-        assert drawn[2]["yaxis"]["key"] == "loss/val"
+        shares = [("BAR", "loss/val"), ("BAR", "sink/rate"), ("SCATTER", "sink/rate"), ("LINE", "val/loss")]
+        assert self.draw(CHARTS_VIEW, self.SOFTMAX) == shares
         columns = build_views([], ["loss/excess", "loss/val"], [], [self.SOFTMAX])[CELLS_VIEW]["selectedColumns"]
         assert [column for column in columns if "metrics" in column] == ["metrics.`loss/val`"]
-        drawn = [c.get("metricKey") or "" for c in self.charts(CHARTS_VIEW, [self.LAZY, self.LAZIER])]
-        assert [name for name in drawn if "tau" in name] == ["watch/tau_layer_0", "watch/tau_layer_11"]
-        drawn = [c for c in self.charts(CHARTS_VIEW, [self.SOFTMAX, self.LAZY]) if c["type"] == "LINE"]
-        assert len({chart["metricKey"] for chart in drawn}) == len(drawn) > 1
-        assert {chart["lineSmoothness"] for chart in drawn} == {0}
-        ready = {c.get("metricKey") for c in self.charts(CHARTS_VIEW, [])}
+        taus = [name for _, name in self.draw(CHARTS_VIEW, self.LAZY, self.LAZIER) if "tau" in name]
+        assert taus == ["watch/tau_layer_0", "watch/tau_layer_11"], "the first and the last layer's"
+        ready = {name for _, name in self.draw(CHARTS_VIEW)}
         assert {"loss/excess", "loss/val", "sink/rate", "watch/first_key_share", "watch/tau_layer_0"} <= ready
 
     def test_a_cell_is_in_a_chart_of_the_axes_that_it_has(self) -> None:
-        drawn = self.charts(AXES_VIEW, [self.SOFTMAX, self.LAZY, self.LAZIER])
-        assert [c["selectedParams"] for c in drawn] == [["bias"], ["tau_init"]]
-        assert all(c["selectedMetrics"] == ["loss/val"] for c in drawn)
-        assert [c["selectedParams"] for c in self.charts(AXES_VIEW, [])] == [["bias", "tau_init"]]
+        drawn = [axes for _, axes in self.draw(AXES_VIEW, self.SOFTMAX, self.LAZY, self.LAZIER)]
+        assert drawn == [["bias"], ["tau_init"]]
+        assert [axes for _, axes in self.draw(AXES_VIEW)] == [["bias", "tau_init"]]
 
     def test_a_row_far_above_is_drawn_in_no_chart_and_listed_all_the_same(self) -> None:
         losses = {"a": 1.0, "b": 1.01, "c": 1.02, "dead": 9.0}
         cells = [cell(name, {"tau_init": name}, "loss/val", loss=loss) for name, loss in losses.items()]
         assert find_outlier_rows(cells) == ["dead"]
         found = build_views(["tau_init"], ["loss/val"], ["loss/val"], cells, charted=True)
-        for view in (CHARTS_VIEW, AXES_VIEW):
-            assert found[view]["searchFilter"] == "tags.kind = 'cell' AND tags.charted = 'yes'"
-            assert found[view]["compareRunSections"][0]["name"].endswith(", without dead")
-        for view in (TABLE_VIEW, CELLS_VIEW):
-            assert found[view]["searchFilter"] == "tags.kind = 'cell'"
-        while_it_runs = build_views(["tau_init"], ["loss/val"], ["loss/val"], cells)
-        assert while_it_runs[CHARTS_VIEW]["searchFilter"] == "tags.kind = 'cell'"
-        assert while_it_runs[CHARTS_VIEW]["groupBy"]["groupByKeys"][0]["groupByData"] == "variant"
+        charted = dict.fromkeys((CHARTS_VIEW, AXES_VIEW), "tags.kind = 'cell' AND tags.charted = 'yes'")
+        every = dict.fromkeys((TABLE_VIEW, CELLS_VIEW), "tags.kind = 'cell'")
+        assert {view: found[view]["searchFilter"] for view in found} == charted | every
+        assert all(found[view]["compareRunSections"][0]["name"].endswith(", without dead") for view in charted)
+        while_it_runs = build_views(["tau_init"], ["loss/val"], ["loss/val"], cells)[CHARTS_VIEW]
+        assert while_it_runs["searchFilter"] == "tags.kind = 'cell'"
+        assert while_it_runs["groupBy"]["groupByKeys"][0]["groupByData"] == "variant"
 
     def test_runs_of_an_experiment_have_columns_of_what_they_differ_in(self) -> None:
         runs = [cell("", {"a": "1", "b": str(i)}, "loss/val", "tau/mean") for i in range(2)]
         found = build_run_views(runs)
         assert list(found) == [CHARTS_VIEW, RUNS_VIEW]
-        columns = found[RUNS_VIEW]["selectedColumns"]
-        assert columns == ["metrics.`loss/val`", "params.`b`", "tags.`seed`"]
+        assert found[RUNS_VIEW]["selectedColumns"] == ["metrics.`loss/val`", "params.`b`", "tags.`seed`"]
         kinds = [(chart["type"], chart["metricKey"]) for chart in found[CHARTS_VIEW]["compareRunCharts"]]
         assert kinds[0] == ("LINE", "train/loss")
-        assert ("BAR", "loss/val") in kinds
-        assert len(set(kinds)) == len(kinds)
+        assert kinds.count(("BAR", "loss/val")) == 1
         assert {view["searchFilter"] for view in found.values()} == {"tags.kind = 'run'"}
 
     def test_metrics_without_a_chart_stay_folded_below_by_their_groups(self) -> None:

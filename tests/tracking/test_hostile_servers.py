@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
 
+import datasets
+import huggingface_hub
 import pytest
 from mistakes import PASSWORD, expect_refusal
 
@@ -102,9 +104,6 @@ def test_a_server_that_never_answers(treat, serve, capsys) -> None:
 @pytest.mark.usefixtures("place")
 def test_a_hub_out_of_reach(serve, monkeypatch, capsys, closed_port) -> None:
     """It is tried once, not for half a minute, and the local cache is searched."""
-    import datasets
-    import huggingface_hub
-
     url = serve(silent)
     monkeypatch.delenv("MLFLOW_TRACKING_URI")
     for address in (f"http://127.0.0.1:{closed_port}", url.replace(f"me:{PASSWORD}@", "")):

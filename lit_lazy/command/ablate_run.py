@@ -270,7 +270,7 @@ def check_settings(request: GridRequest, former: Mapping[str, Mapping[str, Any]]
     former: the grid's settings by row and dotted path. Other evaluations may need no training.
     """
     from lit_lazy.config.serialisation import to_dict
-    from lit_lazy.grid.merge_plan import GONE, ChangedRowError, describe_changes
+    from lit_lazy.grid.plan_merging import GONE, ChangedRowError, describe_changes
 
     rows = [(row, ()) for row in request.ablation.all_rows if row.name in former]
     configs = request._replace(chosen=rows).apply_rows()
@@ -306,7 +306,7 @@ def _drop_finished(options: argparse.Namespace, request: GridRequest) -> "Sequen
         print("Which cells are finished is unknown until their text is tokenised; `lit-lazy tokenise` does that.")
         return request.chosen
     from lit_lazy.grid.cell_state import read_state
-    from lit_lazy.grid.merge_plan import describe_measurable, merge_plan
+    from lit_lazy.grid.plan_merging import describe_measurable, merge_plan
     from lit_lazy.grid.run import describe_taken, find_results
 
     grid = make_grid(options, request)

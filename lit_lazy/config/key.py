@@ -8,7 +8,7 @@ import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,9 @@ from lit_lazy.config.checkpoint_file import read_checkpoint
 from lit_lazy.config.evaluation import Evaluation
 from lit_lazy.config.schema import ModelConfig, RunConfig
 from lit_lazy.config.serialisation import UnknownClassError, flatten, from_dict, shorten_paths, to_dict
+from lit_lazy.config.user_classes import hash_user_code
 from lit_lazy.support.disk import open_file
 from lit_lazy.support.error_messages import describe_exception, explain
-from lit_lazy.support.imported_code import locate, read_code, require_unedited
 from lit_lazy.support.names_to_paths import suggest_file
 
 SCHEMA = 2
@@ -129,44 +129,3 @@ def list_changes(experiment: RunConfig, overridden: RunConfig) -> dict[str, Any]
 
 def _digest(content: dict[str, Any], digits: int) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:digits]
-
-
-def hash_user_code(config: Any) -> list[str]:
-    """A hash of the code of each custom class in a config."""
-    return sorted({digest for _, digest in iter_user_classes(config)})
-
-
-def iter_user_classes(config: Any) -> Iterator[tuple[str, str]]:
-    """Name of each custom class in a config, and 16 hex digits of its code when it was imported."""
-    for cls in _find_user_classes(config):
-        yield cls.__name__, hashlib.sha256(read_code(cls).encode()).hexdigest()[:16]
-
-
-def list_user_files(config: Any) -> list[Path]:
-    """The files that define the custom classes in a config, without the script that this process runs."""
-    return sorted({locate(cls)[0] for cls in _find_user_classes(config) if cls.__module__ != "__main__"})
-
-
-def require_unedited_code(config: Any) -> None:
-    """Raise a one-line ValueError if a custom class's file was edited since its import: the user means the new code."""
-    for cls in _find_user_classes(config):
-        require_unedited(*locate(cls))
-
-
-def _find_user_classes(config: Any) -> list[type]:
-    return [cls for cls in iter_classes(config) if is_users(cls)]
-
-
-def is_users(cls: type) -> bool:
-    """Whether a class is none of this project."""
-    return cls.__module__.partition(".")[0] != __name__.partition(".")[0]
-
-
-def iter_classes(config: Any) -> Iterator[type]:
-    """The classes of a config and of all its parts, at any depth."""
-    yield type(config)
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        for part in value if isinstance(value, tuple) else (value,):
-            if dataclasses.is_dataclass(part):
-                yield from iter_classes(part)

@@ -7,9 +7,9 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from lit_lazy.config.key import hash_user_code
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.serialisation import to_dict
+from lit_lazy.config.user_classes import hash_user_code
 from lit_lazy.config.user_files import hash_uncommitted, load_attribute
 from lit_lazy.grid.ablation import Ablation, Row, load_defined, require_distinct, require_known
 from lit_lazy.support.checked_fields import NonEmptyText, check_kinds, require

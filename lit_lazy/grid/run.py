@@ -15,8 +15,8 @@ from rich.console import Console
 from lit_lazy.grid.ablation import Cell
 from lit_lazy.grid.cell_state import Holder, State, clear_leftovers, find_dead, put, read_state
 from lit_lazy.grid.grid_folder import ASIDE, DamagedPlanError, read_grid
-from lit_lazy.grid.merge_plan import describe_measurable, merge_plan
 from lit_lazy.grid.plan import PLAN
+from lit_lazy.grid.plan_merging import describe_measurable, merge_plan
 from lit_lazy.grid.pool import LocalPool, Pool
 from lit_lazy.grid.progress import FINISHED, Progress, describe_training
 from lit_lazy.grid.reused_results import TakenResult, find_shared, read_end

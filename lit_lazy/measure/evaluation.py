@@ -13,8 +13,8 @@ from torch import Tensor
 
 from lit_lazy.attention import Attention, AttentionCall
 from lit_lazy.config.evaluation import Evaluation
-from lit_lazy.config.key import is_users
 from lit_lazy.config.schema import Precision
+from lit_lazy.config.user_classes import is_users
 from lit_lazy.data import IGNORED, Batch, DataConfig, DataSource
 from lit_lazy.data.sampler import validation_loader
 from lit_lazy.measure.attention_metrics import AttentionMetrics, Ratios, name_groups

@@ -9,9 +9,9 @@ from typing import Any
 
 from safetensors.torch import save_file
 
-from lit_lazy.config.key import iter_classes
 from lit_lazy.config.schema import ModelConfig
 from lit_lazy.config.serialisation import to_dict
+from lit_lazy.config.user_classes import iter_classes
 from lit_lazy.data.source_interface import SpecialTokens
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.model.export_sources import collect_sources

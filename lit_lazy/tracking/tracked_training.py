@@ -12,9 +12,10 @@ import torch
 from lightning.pytorch.callbacks import LambdaCallback
 
 from lit_lazy.attention import NoBias
-from lit_lazy.config.key import cell_key, require_unedited_code
+from lit_lazy.config.key import cell_key
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.serialisation import to_dict
+from lit_lazy.config.user_classes import require_unedited_code
 from lit_lazy.support.background import repeat_in_background
 from lit_lazy.support.console import get_program_name
 from lit_lazy.support.disk import check_writable_folder

@@ -5,8 +5,9 @@ from contextlib import suppress
 import torch
 
 from lit_lazy.attention import Attention
-from lit_lazy.config.key import hash_model, is_users, iter_classes
+from lit_lazy.config.key import hash_model
 from lit_lazy.config.schema import ModelConfig, RunConfig
+from lit_lazy.config.user_classes import is_users, iter_classes
 from lit_lazy.data import DataConfig, DataSource
 from lit_lazy.data.source_interface import Outline
 from lit_lazy.data.token_dataset import CHECKED_SEQUENCES

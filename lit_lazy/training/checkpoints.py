@@ -12,10 +12,10 @@ import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 
 from lit_lazy.config.checkpoint_file import FORMAT, read_checkpoint
-from lit_lazy.config.key import iter_user_classes
 from lit_lazy.config.overrides import apply_overrides
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.serialisation import UnknownClassError, from_dict, to_dict
+from lit_lazy.config.user_classes import iter_user_classes
 from lit_lazy.data import DataConfig, DataSource
 from lit_lazy.data.source_interface import Outline
 from lit_lazy.model.decoder import DecoderLM, build_empty

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.optim import Optimizer
 
-from lit_lazy.config.key import iter_user_classes
 from lit_lazy.config.schema import RunConfig, TrainConfig
 from lit_lazy.config.serialisation import from_dict, to_dict
+from lit_lazy.config.user_classes import iter_user_classes
 from lit_lazy.data import IGNORED, Batch
 from lit_lazy.data.sampler import Portion
 from lit_lazy.measure.attention_metrics import RatioOfSums
@@ -25,7 +25,8 @@ from lit_lazy.optim.optimisers_schedules_distillation import Distillation, Passe
 from lit_lazy.support.checked_fields import require
 from lit_lazy.support.error_messages import UnfinishedError
 from lit_lazy.training.execution_settings import ONE_DEVICE, Execution
-from lit_lazy.training.trained_parameters import WeightAverage, build_optimizer, freeze_others, lr_factor
+from lit_lazy.training.trained_parameters import build_optimizer, freeze_others, lr_factor
+from lit_lazy.training.weight_average import WeightAverage
 
 
 class Teacher:

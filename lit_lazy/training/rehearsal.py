@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from lit_lazy.config.key import iter_user_classes
 from lit_lazy.config.schema import RunConfig
+from lit_lazy.config.user_classes import iter_user_classes
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.support.checked_fields import NonNegativeFloat, check_value
 from lit_lazy.support.error_messages import naming, naming_user_errors

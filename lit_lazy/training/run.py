@@ -18,9 +18,10 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import Logger
 
 from lit_lazy.config.evaluation import Evaluation
-from lit_lazy.config.key import cell_key, evaluation_key, is_users, list_user_files, training_key
+from lit_lazy.config.key import cell_key, evaluation_key, training_key
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.serialisation import to_dict
+from lit_lazy.config.user_classes import is_users, list_user_files
 from lit_lazy.data import DataConfig, DataSource, describe_repetition
 from lit_lazy.measure.diagnostic_arrays import Diagnostics
 from lit_lazy.measure.diagnostics import STRONGEST, Maps, measure, sample_validation

@@ -18,17 +18,9 @@ import pytest
 
 from lit_lazy.attention import Alibi, AttentionSpec, Elastic, LearnedBias, Softmax
 from lit_lazy.config import ModelConfig, RunConfig, key, replace_at
-from lit_lazy.config.key import (
-    SCHEMA,
-    cell_key,
-    evaluation_key,
-    hash_user_code,
-    list_changes,
-    require_unedited_code,
-    settings_key,
-    training_key,
-)
+from lit_lazy.config.key import SCHEMA, cell_key, evaluation_key, list_changes, settings_key, training_key
 from lit_lazy.config.serialisation import find_leaf_classes, from_dict, shorten_paths, to_dict
+from lit_lazy.config.user_classes import hash_user_code, require_unedited_code
 from lit_lazy.config.user_files import load_experiment, load_module
 from lit_lazy.data.backcopy import Backcopy
 from lit_lazy.data.recall import Recall

@@ -13,8 +13,8 @@ from flash_lazy import Backend
 from lit_lazy.config.key import SCHEMA
 from lit_lazy.grid.grid_folder import GridFolder
 from lit_lazy.grid.grid_table import ALTERNATIVES, add_bounds, make_table_spec, make_yardstick
-from lit_lazy.grid.merge_plan import merge
 from lit_lazy.grid.plan import Plan
+from lit_lazy.grid.plan_merging import merge
 from lit_lazy.table.build import TableSpec, build_table, parse_table, recompute_statistics
 from lit_lazy.table.columns import COLUMNS
 from lit_lazy.table.declaration import Declaration

@@ -13,8 +13,8 @@ import torch
 from test_run import EVERYTHING, RAMP, At, assert_same_run, config, logged, weights
 
 from lit_lazy.attention import AttentionSpec
-from lit_lazy.config.key import list_user_files
 from lit_lazy.config.serialisation import replace_at
+from lit_lazy.config.user_classes import list_user_files
 from lit_lazy.training import ranks
 from lit_lazy.training.callbacks_and_loggers import MetricFile
 from lit_lazy.training.execution_settings import Execution

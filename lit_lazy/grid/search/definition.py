@@ -8,9 +8,10 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Annotated, Any, Literal
 
-from lit_lazy.config.key import cell_key, hash_user_code
+from lit_lazy.config.key import cell_key
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.serialisation import from_dict, replace_at, shorten_paths, to_dict
+from lit_lazy.config.user_classes import hash_user_code
 from lit_lazy.grid.ablation import MOST_CELLS, NOT_AXES, Cell, Row, check_name, prepare_rows
 from lit_lazy.support.checked_fields import Bounds, PositiveInt, Share, check_kinds, require
 from lit_lazy.support.error_messages import naming, short_repr

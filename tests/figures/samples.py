@@ -125,15 +125,8 @@ def make_trainings(variants=VARIANTS, n_seeds=2) -> dict[str, list[dict[str, lis
 def make_question(rule: str, rows: dict[str, list[float]], **changes: Any) -> Table:
     """A question with looks at 10, 20, 40 and 80 seeds, on rows that may stop early; `new ...` against `old`."""
     contrasts = {name: {name: 1.0, "old": -1.0} for name in rows if name.startswith("new")}
-    declared = Declaration(
-        "New is so.",
-        "R5",
-        "loss",
-        rule=rule,
-        margin=0.1,
-        seeds=tuple(range(80)),
-        **{"looks": (10, 20, 40, 80), "commit": "abc", "contrasts": contrasts} | changes,
-    )
+    given = {"looks": (10, 20, 40, 80), "commit": "abc", "contrasts": contrasts} | changes
+    declared = Declaration("New is so.", "R5", "loss", rule=rule, margin=0.1, seeds=tuple(range(80)), **given)
     return tabulate(rows, (Column("loss", "loss", "lower", 3, "nats", scale=1),), "old", declaration=declared)
 
 

@@ -95,14 +95,10 @@ def bounded() -> Table:
         Column("loss/excess", "excess loss", "lower", unit="nats"),
         Column("sparsity/zero", "sparsity", unit="%", scale=100, bounds=(0.0, 1.0)),
     )
-    values = {"lazy": (0.2, 0.9, 0.99), "low": (0.01, 0.1, 0.7)}
-    return tabulate(
-        {
-            name: [{"loss/excess": 0.01 + 0.001 * i, "sparsity/zero": value} for i, value in enumerate(of)]
-            for name, of in values.items()
-        },
-        columns,
-    )
+    values = {}
+    for name, of in {"lazy": (0.2, 0.9, 0.99), "low": (0.01, 0.1, 0.7)}.items():
+        values[name] = [{"loss/excess": 0.01 + 0.001 * i, "sparsity/zero": value} for i, value in enumerate(of)]
+    return tabulate(values, columns)
 
 
 def of_parts(**parts: tuple[str, str]) -> tuple[Table, dict]:

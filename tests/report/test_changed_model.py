@@ -22,9 +22,7 @@ TOKENS = [0, 5, 3, 9, 5, 3, 2, 5]
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delenv("MLFLOW_TRACKING_URI", raising=False)
-        return train("backcopy_tiny", runs=tmp_path_factory.mktemp("runs"), threads=1).checkpoint
+    return train("backcopy_tiny", runs=tmp_path_factory.mktemp("runs"), threads=1).checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -64,9 +62,7 @@ def test_a_change_leaves_the_model_as_it_was_and_shares_its_weights(model: Model
 
 
 @pytest.mark.parametrize("rise", [0.001, 0.02, 5])
-def test_thresholds_rise_until_the_loss_has_by_the_limit(
-    model: Model, rise: float, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_thresholds_rise_until_the_loss_has_by_the_limit(model, rise, caplog) -> None:
     """Or to the largest tau, 4, which is said."""
     changed = model.with_({NORMALISER: Elastic()})
     caplog.clear()
@@ -97,18 +93,14 @@ def test_thresholds_rise_until_the_loss_has_by_the_limit(
         ({NORMALISER: Elastic(threshold="per_token")}, r"normaliser.tau: is trained with the shape \[1\], not"),
     ],
 )
-def test_a_change_that_would_do_nothing_or_undo_training_is_one_line(
-    model: Model, changes: dict[str, object], message: str
-) -> None:
+def test_a_change_that_would_do_nothing_or_undo_training_is_one_line(model, changes, message) -> None:
     lazy = model.with_({NORMALISER: Elastic(), "model.attention.bias": LearnedBias()})
     assert lazy.with_({"model.attention.window": 4}).config.model.attention.window == 4
     with pytest.raises(ValueError, match=message):
         lazy.with_(changes)
 
 
-def test_thresholds_of_a_model_that_was_trained_with_some_do_not_rise(
-    model: Model, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_thresholds_of_a_model_that_was_trained_with_some_do_not_rise(model, monkeypatch) -> None:
     changed = model.with_({NORMALISER: Elastic(tau_init=1.0)})
     monkeypatch.setattr(
         raise_thresholds, "_make_loss", lambda *_: lambda at: (float((at - 1).square().sum()), 2 * (at - 1))
@@ -127,9 +119,7 @@ def test_thresholds_need_a_tau_per_head(model: Model) -> None:
             model.with_({NORMALISER: Elastic()}).raise_thresholds(rise)
 
 
-def test_the_command_shows_the_model_before_and_after(
-    checkpoint: Path, runs: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_shows_the_model_before_and_after(checkpoint, runs, capsys, monkeypatch) -> None:
     monkeypatch.setattr("lit_lazy.report.diagnose_checkpoint.draw_run_figures", lambda *_: {})
     out = runs / "changed"
     command = ["diagnose", str(checkpoint), "--runs", str(runs), "--out", str(out), "--sequences", "8", "--threads=1"]
@@ -159,9 +149,7 @@ def test_the_command_shows_the_model_before_and_after(
         ({"model.attention.bias": Alibi()}, None),
     ],
 )
-def test_untrained_parameters_are_said(
-    changes: dict[str, object], names: str | None, model: Model, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_untrained_parameters_are_said(changes, names, model, caplog) -> None:
     changed = model.with_(changes)
     line = f"untrained, at their initial values: {names}; `init_from` starts a training of them"
     assert caplog.messages == ([] if names is None else [line])

@@ -40,13 +40,10 @@ on_linux = pytest.mark.skipif(sys.platform != "linux", reason="resident memory i
         (["step", "--out", "folder.json"], "folder.json exists and is not writable; name another file"),
         (["step", "--out", "/proc/x.json"], "--out '/proc': nothing can be written there"),
         (["step", "--out", "steps.txt"], "must end in .json"),
-        (["diagnostics", "--length", "8"], "unknown argument '--length'"),
         (["gpu_step", "--out", "file/x"], "file/x"),
     ],
 )
-def test_bad_input_is_one_line(
-    words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_input_is_one_line(words, message, tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     Path("folder.json").mkdir()
     Path("file").touch()
@@ -64,10 +61,8 @@ def test_bad_input_is_one_line(
     ("bench", "arguments", "message"),
     [
         (bench_step, {"lengths": (100,)}, "lengths has 100"),
-        (bench_step, {"lengths": (8192,), "tokens": 8192}, "lengths has 8192"),
         (bench_step, {"rounds": 1}, "rounds is 1"),
         (bench_diagnostics, {"rounds": 1}, "rounds is 1"),
-        (bench_diagnostics, {"experiments": ("nothing",)}, "experiment 'nothing': unknown; there are "),
         (bench_cells, {"sections": ("decode",)}, "--sections has 'decode': choose from attention, decoding, threads"),
         (bench_cells, {"sizes": QUICK._replace(pairs={"backcopy_tiny": 1})}, "pairs is 1"),
         (bench_cells, {"against": "--help"}, "--against '--help': no commit of this clone"),
@@ -116,15 +111,13 @@ def test_every_measurement_is_saved_at_once_and_kept(tmp_path: Path) -> None:
     plan = {"cells": {name: lambda name=name: measure_one(name) for name in ("first", "second", "third")}}
     with pytest.raises(RuntimeError, match="killed"):
         cells.complete(json.loads(json.dumps(empty)), plan, out, print)
-    lines: list[str] = []
-    result = empty | cells.read_known(out, IDENTITY, lines.append)
+    result = empty | cells.read_known(out, IDENTITY, print)
     made.append("again")
-    cells.complete(result, plan, out, lines.append)
-    assert (made, lines) == (["first", "second", "again", "third"], ["cells: third"])
+    cells.complete(result, plan, out, print)
+    assert made == ["first", "second", "again", "third"]
     assert json.loads(out.read_text()) == result
     for name in IDENTITY:
-        assert cells.read_known(out, IDENTITY | {name: "other"}, lines.append) == {"measurements": {}}
-        assert lines[-1] == f"{out} is of other {name} and will be replaced"
+        assert cells.read_known(out, IDENTITY | {name: "other"}, print) == {"measurements": {}}
     out.write_text('{"rows": []}')
     with pytest.raises(ValueError, match="is no result of this benchmark; name another file"):
         cells.read_known(out, IDENTITY, print)
@@ -151,27 +144,21 @@ def test_empty_tiles_are_those_without_a_weight(state: str, share: float) -> Non
 @pytest.mark.long
 @needs_history
 def test_the_benchmark_of_cells_run_small(tmp_path: Path) -> None:
-    out, lines, threads = tmp_path / "bench.json", [], torch.get_num_threads()
-    result = bench_cells(experiments=("backcopy_tiny",), sizes=QUICK, out=out, console=lines.append)
-    assert torch.get_num_threads() == threads
-    measured = result["measurements"]
+    out, lines, given = tmp_path / "bench.json", [], {"experiments": ("backcopy_tiny",), "sizes": QUICK}
+    measured = bench_cells(**given, out=out, console=lines.append)["measurements"]
     counts = {name: len(found) for name, found in measured.items()}
     assert counts == {"attention": 1, "threads": 1, "decoding": 1, "cells": 4}
     for cost in (pair[tree] for pair in measured["cells"].values() for tree in ("new", "old")):
-        assert cost["steps"] == 4
-        assert cost["seconds"] == pytest.approx(sum(cost["phases"].values()))
+        assert (cost["steps"], cost["seconds"]) == (4, pytest.approx(sum(cost["phases"].values())))
         assert all(seconds > 0 for seconds in cost["phases"].values())
-        assert cost["product_rate"] > 1e8
     for section in ("attention", "decoding"):
         [found] = measured[section].values()
         times = found["seconds"]
         ratio = [a / b for a, b in zip(times["chunked local"], times["sdpa"], strict=True)]
         assert found["ratio"]["chunked local"]["median"] == pytest.approx(sum(ratio) / 2)
-    assert lines[-1] == out.with_suffix(".md").read_text()
     again: list[str] = []
-    kept = bench_cells(experiments=("backcopy_tiny",), sizes=QUICK, out=out, console=again.append)
-    assert kept["measurements"] == measured
-    assert again == [lines[-1]]
+    assert bench_cells(**given, out=out, console=again.append)["measurements"] == measured
+    assert again == [lines[-1]] == [out.with_suffix(".md").read_text()]
 
 
 # The step
@@ -191,21 +178,18 @@ def test_the_benchmark_of_a_step_run_small(tmp_path: Path, torch_site: Path) -> 
     """In a process with only torch, like some GPU machines."""
     path = tmp_path / "new" / "bench-step.json"
     output = run_alone(ALONE.format(root=str(ROOT), path=str(path)), torch_site)
-    rows, text = json.loads(path.read_text())["rows"], path.with_suffix(".md").read_text()
-    assert text in output
-    assert [(row["length"], row["state"]) for row in rows] == [(64, "untrained"), (64, "local")]
+    assert path.with_suffix(".md").read_text() in output
+    rows = json.loads(path.read_text())["rows"]
     for row in rows:
         for part in ("step", "attention"):
             rounds, ratio = row[part]["rounds"], row[part]["ratio"]
-            assert len(rounds["softmax"]) == len(rounds["lazy"]) == step.QUICK["rounds"]
             ratios = [lazy / softmax for lazy, softmax in zip(rounds["lazy"], rounds["softmax"], strict=True)]
-            assert ratio["median"] == pytest.approx(statistics.median(ratios))
+            assert (len(ratios), ratio["median"]) == (step.QUICK["rounds"], pytest.approx(statistics.median(ratios)))
             assert 0 < min(ratios) <= ratio["lower"] <= ratio["upper"] <= max(ratios)
         seconds = statistics.median(row["step"]["rounds"]["lazy"])
         assert row["tokens_per_second"]["lazy"] == pytest.approx(step.QUICK["tokens"] / seconds)
         # Four layers save at least ten activations of the model's width for the backward pass.
         assert min(row["peak_bytes"].values()) > 4 * 10 * 4 * step.QUICK["tokens"] * 256
-        assert f"| 64 | {row['state']} | {row['step']['ratio']['median']:.2f} [" in text
     # With near-uniform scores and tau = 1, about half of the entries are below the threshold (docs/method.md).
     untrained, local = rows
     assert 0.4 < untrained["entries_cut"] < 0.65
@@ -222,9 +206,8 @@ def test_empty_tiles_are_counted_per_head(monkeypatch: pytest.MonkeyPatch) -> No
     assert survival["entries_cut"] == pytest.approx(1 - 255 / (256 * 257 / 2), abs=1e-4)
 
 
-@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.long)])
-def test_a_gpu_step_is_measured(compiled: bool) -> None:
-    softmax, lazy = (measure(Case(name, 32, compiled), TINY, "cpu") for name in ("softmax", "lazy, W = L"))
+def test_a_gpu_step_is_measured() -> None:
+    softmax, lazy = (measure(Case(name, 32, False), TINY, "cpu") for name in ("softmax", "lazy, W = L"))
     # tau of every head, and its biases for 32 positions
     assert lazy["parameters"] - softmax["parameters"] == TINY.n_layers * TINY.n_heads * (1 + 32)
     for found in (softmax, lazy):
@@ -248,35 +231,31 @@ def test_flops_are_those_of_the_products() -> None:
     assert flops_per_token(parameters, length, FULL) == pytest.approx(3 * forward)
 
 
-def test_a_failing_case_costs_itself_and_each_is_written_as_it_comes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out, seen, in_process = tmp_path / "new", [], measure_in_process
+def test_a_failing_case_costs_itself_and_each_is_written_as_it_comes(tmp_path, monkeypatch, capsys) -> None:
+    out, seen = tmp_path / "new", []
 
-    def measure_here(case: Case, sizes: gpu_step.Sizes, device: str) -> dict[str, Any]:
+    def measure_here(case: Case, *given: Any) -> dict[str, Any]:
         path = out / "gpu-step.json"
         seen.append(len(json.loads(path.read_text())["rows"]) if path.exists() else 0)
-        return in_process(case, sizes, device) if case.attention == "nonsense" else {**case._asdict(), "not_run": "no"}
+        return measure_in_process(case, *given) if len(seen) == 2 else {**case._asdict(), "not_run": "no"}
 
-    names = ("softmax", "nonsense", "lazy, W = L")
+    cases = [Case(name, 32, False) for name in ("softmax", "nonsense", "lazy, W = L")]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with monkeypatch.context() as patch:
-        patch.setattr(gpu_step, "make_cases", lambda *_: [Case(name, 32, False) for name in names])
+        patch.setattr(gpu_step, "make_cases", lambda *_: cases)
         patch.setattr(gpu_step, "measure_in_process", measure_here)
-        patch.setattr(torch.cuda, "is_available", lambda: False)
         assert gpu_step.main(["--out", str(out)]) == 0
     assert seen == [0, 1, 2]
     rows, text = json.loads((out / "gpu-step.json").read_text())["rows"], (out / "gpu-step.md").read_text()
-    assert rows[1] == {"attention": "nonsense", "length": 32, "compiled": False, "not_run": "KeyError: 'nonsense'"}
+    assert rows[1] == {**cases[1]._asdict(), "not_run": "KeyError: 'nonsense'"}
     assert text in capsys.readouterr().out
     assert "| nonsense | 32 | no | not run: KeyError: 'nonsense' |" in text
-    asked = f"python3 -m timings.gpu_step --out {out}"
-    assert f"`{asked}`" in text
     monkeypatch.setattr(gpu_step, "SECONDS", 0.01)
-    assert in_process(Case("lazy, W = L", 32, False), TINY, "cpu")["not_run"] == "TimeoutError: no result within 0 s"
+    assert measure_in_process(cases[2], TINY, "cpu")["not_run"] == "TimeoutError: no result within 0 s"
     monkeypatch.setattr(gpu_step, "measure_in_process", lambda case, *_: {**case._asdict(), "not_run": "no"})
     for words, count in (([], 12), (["--lengths", "32", "--no-compiled"], 3)):
         assert gpu_step.main(["--out", str(out), *words]) == 0
-        result = json.loads((out / "gpu-step.json").read_text())
+        result, asked = json.loads((out / "gpu-step.json").read_text()), f"python3 -m timings.gpu_step --out {out}"
         assert (len(result["rows"]), result["command"]) == (count, f"{asked} {' '.join(words)}".strip())
 
 
@@ -317,12 +296,9 @@ def test_the_benchmark_of_diagnostics_run_small(tmp_path: Path) -> None:
     assert inputs * diagnostics.HEAD_DIM < result["summary"]["peak_bytes"] < inputs * quick["length"]
     [row] = result["training"]
     without, watched = row["rounds"]["without"], row["rounds"]["with"]
-    assert len(without) == len(watched) == quick["rounds"]
     paired = [a["processor_seconds"] / b["processor_seconds"] - 1 for a, b in zip(watched, without, strict=True)]
     assert row["paired"]["median"] == pytest.approx(statistics.median(paired))
     assert row["inside"]["median"] == pytest.approx(statistics.median(x["inside"] / x["seconds"] for x in watched))
-    assert all(0 < x["inside"] < x["seconds"] for x in watched)
-    assert row["seconds"]["median"] == pytest.approx(statistics.median(x["seconds"] for x in without))
     # Six steps: logs before training, after steps 1, 2 and 4, and at the validations after steps 3 and 6.
     assert (row["steps"], row["looks"]) == (6, 6)
     assert {(x["inside"], x["looks"]) for x in without} == {(0, 0)}
@@ -337,11 +313,10 @@ def test_the_benchmark_of_grids_on_cells_of_a_second(tmp_path: Path, monkeypatch
     out = tmp_path / "bench.json"
     result = forked.run_in_fork(lambda: grid.bench_grid((5,), 0.1, 2, out, print))
     seconds = result["overhead"]["wall_seconds"]
-    names = ("measure", "fit", "cell", "fit in the cell")
-    assert {name: len(times) for name, times in seconds.items()} == dict.fromkeys(names, 2)
+    assert {len(times) for times in seconds.values()} == {2}
     assert all(cell > fit > 0 for cell, fit in zip(seconds["cell"], seconds["fit in the cell"], strict=True))
     assert result["per_cell"][0]["cells"] == 5
-    assert "A grid's cell, as a share of bare `Trainer.fit`" in out.with_suffix(".md").read_text()
+    assert out.with_suffix(".md").exists()
 
 
 def test_what_is_imported_is_not_looked_through_after_every_cell(tmp_path: Path) -> None:

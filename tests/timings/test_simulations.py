@@ -7,29 +7,22 @@ import pytest
 from scipy import stats
 
 from lit_lazy.table.statistics import compute_contrast, holm
-from timings import looks
+from timings import looks, significance
 from timings.looks import LOOKS, Scenario, find_errors, make_scenarios, simulate_scenario
-from timings.significance import (
-    CANDIDATES,
-    CHOSEN,
-    Setting,
-    draw,
-    reject_by_holm,
-)
 
 
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        (CHOSEN, lambda a, b: compute_contrast({"a": a, "b": b}, {"a": -1.0, "b": 1.0}).p),
-        (CHOSEN, lambda a, b: stats.ttest_rel([*b.values()], [*a.values()]).pvalue),
+        (significance.CHOSEN, lambda a, b: compute_contrast({"a": a, "b": b}, {"a": -1.0, "b": 1.0}).p),
+        (significance.CHOSEN, lambda a, b: stats.ttest_rel([*b.values()], [*a.values()]).pvalue),
         ("Welch-Satterthwaite", lambda a, b: stats.ttest_ind([*b.values()], [*a.values()], equal_var=False).pvalue),
     ],
 )
 def test_candidates_are_what_they_say(name: str, expected: Callable[[dict, dict], float]) -> None:
     """p values of the second row's difference to the first in tables [rows, seeds]."""
-    tables = draw(Setting("e^0.5", 5, 4, "additive", 0.5), 6, np.random.default_rng(1))
-    p = CANDIDATES[name](tables)
+    tables = significance.draw(significance.Setting("e^0.5", 5, 4, "additive", 0.5), 6, np.random.default_rng(1))
+    p = significance.CANDIDATES[name](tables)
     assert p.shape == (6, 4)
     assert p[:, 0] == pytest.approx([expected(*(dict(enumerate(row)) for row in y[:2].tolist())) for y in tables])
 
@@ -37,15 +30,15 @@ def test_candidates_are_what_they_say(name: str, expected: Callable[[dict, dict]
 def test_holm_is_the_tables() -> None:
     p = np.random.default_rng(3).uniform(size=(200, 5)) ** 3
     adjusted = [holm({str(i): v for i, v in enumerate(row)}) for row in p.tolist()]
-    assert reject_by_holm(p).tolist() == [[a[str(i)] < 0.05 for i in range(5)] for a in adjusted]
+    assert significance.reject_by_holm(p).tolist() == [[a[str(i)] < 0.05 for i in range(5)] for a in adjusted]
 
 
 def test_tables_have_the_spread_and_the_correlation_of_their_setting() -> None:
     random = np.random.default_rng(4)
-    additive = draw(Setting("loud row", 3, 3, "additive", 0.7), 40_000, random)
+    additive = significance.draw(significance.Setting("loud row", 3, 3, "additive", 0.7), 40_000, random)
     assert additive.var((0, 2)) == pytest.approx([1, 0.7 + 0.3 * np.exp(3), 1], rel=0.04)
     assert np.cov(additive[:, 0, 0], additive[:, 1, 0])[0, 1] == pytest.approx(0.7, abs=0.05)
-    rules = draw(Setting("2:15", 6, 3, "by rule", 0.7), 40_000, random)
+    rules = significance.draw(significance.Setting("2:15", 6, 3, "by rule", 0.7), 40_000, random)
     assert rules.std((0, 2)) == pytest.approx([2, 15, 15, 2, 2, 2], rel=0.02)
     alike = [[i == j or {i, j} in ({0, 5}, {1, 2}, {3, 4}) for i in range(6)] for j in range(6)]
     assert np.corrcoef(rules[:, :, 0].T) == pytest.approx(np.where(np.eye(6), 1, np.where(alike, 0.7, 0)), abs=0.02)

@@ -75,7 +75,9 @@ def test_both_wheels_hold_their_package_and_train(tmp_path: Path) -> None:
             held = {name for name in wheel.namelist() if ".dist-info/" not in name and not name.endswith(".so")}
             wheel.extractall(site)
         package = source / name
-        wanted = {path for pattern in ("*.py", "py.typed", "*.mplstyle", "*.html") for path in package.rglob(pattern)}
+        wanted = {
+            path for pattern in ("*.py", "py.typed", "*.mplstyle", "*.html", "*.css") for path in package.rglob(pattern)
+        }
         assert held == {str(path.relative_to(source)) for path in wanted}
     (tmp_path / "mine.py").write_text(MINE)
     argv = ["train", str(tmp_path / "mine.py"), "--runs", str(tmp_path / "runs")]

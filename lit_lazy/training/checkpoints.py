@@ -25,6 +25,7 @@ from lit_lazy.support.disk import quarantine, write_atomically
 from lit_lazy.support.error_messages import describe_exception, short_repr
 from lit_lazy.training.check_before_run import check_size, load_data
 from lit_lazy.training.module import SOURCES, LitLM, Teacher, hash_sources, require_teacher
+from lit_lazy.training.rehearsal import rehearse
 from lit_lazy.training.run_folder import RunResult
 from lit_lazy.training.trained_parameters import format_names, freeze_others, require_loaded
 
@@ -164,6 +165,7 @@ def change_model(module: LitLM, cfg: RunConfig) -> LitLM:
     for path, name, before, _ in list_changes(module.cfg.model, cfg.model, "model"):
         if name in before.first_values:
             raise ValueError(f"{path}: has no effect on a trained model, whose own values stay; leave it as it was")
+    rehearse(cfg, module.hparams["context_length"], documents=False)
     changed = LitLM.create(cfg, module.hparams["vocab_size"], module.hparams["context_length"])
     source = module.model.state_dict()
     target = dict(chain(changed.model.named_parameters(), changed.model.named_buffers()))

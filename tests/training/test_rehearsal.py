@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from lit_lazy.attention import Bias, BiasTerms, Gate, Mixer, MixerModule, Normaliser, Position
+from lit_lazy.attention import Bias, BiasTerms, Gate, GateModule, Mixer, MixerModule, Normaliser, Position
 from lit_lazy.attention.bias import BiasModule
-from lit_lazy.attention.gate import GateModule
 from lit_lazy.attention.normaliser import SoftmaxModule
 from lit_lazy.attention.position import PositionModule
 from lit_lazy.config.schema import RunConfig
@@ -18,6 +17,8 @@ from lit_lazy.config.serialisation import replace_at
 from lit_lazy.config.user_files import experiment
 from lit_lazy.optim import Distillation, Optimiser, Schedule
 from lit_lazy.training.check_before_run import prepare_outline
+from lit_lazy.training.checkpoints import change_model
+from lit_lazy.training.module import LitLM
 from lit_lazy.training.rehearsal import rehearse
 
 TINY = experiment("backcopy_tiny")
@@ -267,3 +268,10 @@ def test_each_training_with_a_users_part_is_rehearsed() -> None:
     ):
         with pytest.raises(ValueError, match=said):
             outline(changes)
+
+
+def test_a_part_that_a_trained_model_is_given_is_rehearsed() -> None:
+    trained = LitLM.create(TINY, 17, 16)
+    change_model(trained, replace_at(TINY, {"model.attention.gate": OwnGated("")}))
+    with pytest.raises(ValueError, match=LATER):
+        change_model(trained, replace_at(TINY, {"model.attention.gate": OwnGated(LATER)}))

@@ -85,7 +85,7 @@ WORK = [
     *("tracking.tracked_training.Tracker", "grid.run.run_grid", "grid.search.run.run_search"),
     *("report.diagnose_checkpoint.measure_all", "tracking.serve.subprocess.Popen", "measure.lm_eval.load_tasks"),
     *("command.tokenise_train_generate.print_generation", "support.disk.create_folder_atomically"),
-    "report.questions_page.format_summary",
+    "report.question_verdicts.format_summary",
 ]
 """What is replaced."""
 

@@ -26,7 +26,7 @@ from lit_lazy.command.main import main
 from lit_lazy.config.key import cell_key
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.data import text
-from lit_lazy.data.pipeline import shards, tokens
+from lit_lazy.data.pipeline import corpus_cache, shards
 from lit_lazy.data.pipeline.documents import Files
 from lit_lazy.data.pipeline.hub import Hub, HubFile
 from lit_lazy.data.pipeline.shards import FileJob, find_or_make_shard
@@ -153,31 +153,31 @@ def test_a_damaged_corpus_is_quarantined_and_made_anew(corpora, cache, harm, cap
     (path,) = cache.glob("*/train.bin")
     good = path.read_bytes()
     harm(path)
-    tokens.find_damage.cache_clear()
+    corpus_cache.find_damage.cache_clear()
     assert config.load().fingerprint == fingerprint
     assert path.read_bytes() == good
     assert config.load().train[0]["tokens"].tolist() == list(good[:L])
     (line,) = caplog.messages
     assert re.search(rf"{path.parent.name}: .*; quarantined as {path.parent.name}.damaged, started again", line)
     harm(path)
-    tokens.find_damage.cache_clear()
+    corpus_cache.find_damage.cache_clear()
     assert config.load().fingerprint == fingerprint  # a former corpus is in quarantine
     assert sorted(cache.iterdir()) == [path.parent, cache / f"{path.parent.name}.damaged"]
 
 
 @pytest.mark.parametrize("mask", [False, True])
 def test_a_large_corpus_is_checked_by_block_before_its_first_use(corpora, bpe, cache, monkeypatch, caplog, mask):
-    monkeypatch.setattr(tokens, "WHOLE_BYTES", 5000)
-    monkeypatch.setattr(tokens, "BLOCK_BYTES", 1000)
+    monkeypatch.setattr(corpus_cache, "WHOLE_BYTES", 5000)
+    monkeypatch.setattr(corpus_cache, "BLOCK_BYTES", 1000)
     config = small(path=corpora["jsonl"], tokenizer=bpe, document_mask=mask)
     before = config.load()
     (path,) = cache.glob("*/train.bin")
     stream = np.fromfile(path, np.uint16)
-    assert stream.nbytes > 20 * tokens.BLOCK_BYTES
+    assert stream.nbytes > 20 * corpus_cache.BLOCK_BYTES
     expected = stream[: 3 * L].tolist()
     stream[1500] ^= 1  # in block 3
     stream.tofile(path)
-    tokens.find_damage.cache_clear()
+    corpus_cache.find_damage.cache_clear()
     text._build_source.cache_clear()
     damaged = config.load()
     assert damaged.fingerprint == before.fingerprint
@@ -189,7 +189,7 @@ def test_a_large_corpus_is_checked_by_block_before_its_first_use(corpora, bpe, c
     assert again.fingerprint == before.fingerprint
     assert read(again.train)["tokens"].flatten()[1500] == stream[1500] ^ 1
     path.with_suffix(".sha256").write_bytes(b"short")
-    tokens.find_damage.cache_clear()
+    corpus_cache.find_damage.cache_clear()
     assert config.load().fingerprint == before.fingerprint
     assert "is incomplete (wrong size of train.sha256); quarantined" in caplog.text
 

@@ -31,7 +31,7 @@ from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.model.generation import Prompts, Sampling, generate
 from lit_lazy.support.checked_fields import PositiveInt, Threads, check_value, fits, require
 from lit_lazy.support.console import format_count
-from lit_lazy.support.error_messages import did_you_mean, short_repr
+from lit_lazy.support.error_messages import did_you_mean, explain, short_repr
 from lit_lazy.support.names_to_paths import find, find_grids, find_python_file
 from lit_lazy.table.render import render_brief
 from lit_lazy.table.results_table import Table
@@ -45,6 +45,8 @@ if TYPE_CHECKING:
     from lit_lazy.tracking.tracked_training import FinishedTraining
 
 Prompt = TypeVar("Prompt", str, Sequence[int])
+NO_ARRAY = (TypeError, ValueError, RuntimeError)
+"""What torch raises for a value of which it makes no tensor."""
 NAME = "notebook"
 """Of trainings of a config that comes from no file."""
 
@@ -208,7 +210,6 @@ class Model:
         >>> 0 <= found.metrics()["sink/rate"] <= 1
         True
         """
-        check_value("sequences", sequences, PositiveInt)
         return measure(self.decoder, sample_validation(self._load_data(), sequences), sample=sequences)
 
     def with_(self, changes: Mapping[str, Any]) -> "Model":
@@ -224,8 +225,9 @@ class Model:
         >>> bool((changed.weights(range(9)) <= model.weights(range(9))).all())
         True
         """
+        config = replace_at(self.config, changes)
         checkpoints.require_changeable(changes)
-        changed = checkpoints.change_model(self._module, replace_at(self.config, changes))
+        changed = checkpoints.change_model(self._module, config)
         return Model(self._checkpoint, self._trained, changed)
 
     def raise_thresholds(self, rise: float, sequences: int = SAMPLE) -> Tensor:
@@ -288,10 +290,8 @@ def show(weights: Tensor | np.ndarray, labels: Sequence[str] = ()) -> Figure:
     >>> figure = show(load(train("backcopy_tiny").checkpoint).weights(range(12)))
     >>> figure.savefig("heads.png")
     """
-    try:
-        given = np.asarray(weights, dtype=np.float32)
-    except (TypeError, ValueError):
-        raise ValueError(f"weights={short_repr(weights)}: must be an array, as `model.weights(text)` returns") from None
+    with explain(f"weights={short_repr(weights)}", "give an array, as `model.weights(text)` returns", *NO_ARRAY):
+        given = torch.as_tensor(weights).detach().cpu().to(torch.float32).numpy()
     square = 2 <= given.ndim <= 4 and given.shape[-1] == given.shape[-2] and given.size > 0
     require(square, "weights", list(given.shape), "must have the shape [L, L], [H, L, L] or [layers, H, L, L]")
     require(
@@ -306,7 +306,7 @@ def show(weights: Tensor | np.ndarray, labels: Sequence[str] = ()) -> Figure:
             "maps/weights": by_head.reshape(-1, length, length),
             "maps/heads": np.array([(layer, head) for layer in range(layers) for head in range(heads)]),
         },
-        labels,
+        [*map(str, labels)],
     )
     assert figure is not None  # there are maps
     return figure

@@ -104,6 +104,10 @@ MISTAKES: list[tuple[Callable[[api.Model], object], str]] = [
     (lambda _: show(np.zeros((2, 3))), "weights=[2, 3]: must have the shape [L, L]"),
     (lambda _: show(WEIGHTS, ["a"] * 9), "labels='9 texts': must be a text for each of the 10 positions"),
     (lambda _: show(np.full((3, 3), np.nan)), "must be finite"),
+    (lambda _: show("high"), "weights='high' ("),
+    (lambda model: model.with_(None), "changes=None: must be a dict"),
+    (lambda _: train("backcopy_tiny", [("train.steps", 3)]), "changes=[('train.steps', 3)]: must be a dict"),
+    (lambda model: model.raise_thresholds(0.1, sequences=0), "sequences=0: must be a whole number of at least 1"),
 ]
 
 
@@ -131,7 +135,7 @@ def test_weights_are_those_that_make_the_output(model: api.Model, folder: Path) 
         assert torch.equal(weights, model.weights(given))
     numbers = sum(parameter.numel() for parameter in model.decoder.parameters())
     assert repr(model) == f"<Model: Elastic, NoBias; 2 layers, {numbers:,} parameters; {folder / 'lazy.ckpt'}>"
-    assert model.diagnose(sequences=5).arrays["sample"].tolist() == [5, 16, 2]
+    assert model.diagnose(sequences=np.int64(5)).arrays["sample"].tolist() == [5, 16, 2]
 
 
 def test_a_cache_that_evicts_is_that_of_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -152,7 +156,8 @@ def test_a_map_is_shown_for_each_head_with_the_texts_of_its_positions() -> None:
         (torch.from_numpy(WEIGHTS[1]), [f"layer 0, {head}" for head in heads]),
     ):
         assert [axes.get_title() for axes in show(weights).axes if axes.get_title()] == titles
-    full, first = show(WEIGHTS[0, 0], ["the", " $x$", "\n", *"abcdefg"]).axes[:2]
+    learned = torch.from_numpy(WEIGHTS[0, 0]).double().requires_grad_()
+    full, first = show(learned, np.array(["the", " $x$", "\n", *"abcdefg"])).axes[:2]
     written = [r"the", r" \$x\$", r"\n", *"abcdefg"]
     for axis, count in ((full.xaxis, 10), (full.yaxis, 10), (first.xaxis, 8), (first.yaxis, 10)):
         assert [label.get_text() for label in axis.get_ticklabels()] == written[:count]

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
-from lit_lazy.support.checked_fields import field_types, list_types
+from lit_lazy.support.checked_fields import check_value, field_types, list_types
 from lit_lazy.support.error_messages import did_you_mean, short_repr
 from lit_lazy.support.stored_records import make_value
 
@@ -143,6 +143,7 @@ def replace_at(config: T, changes: Mapping[str, Any]) -> T:
 
     All changes of one dataclass are applied together, so values that are valid only together pass its checks.
     """
+    check_value("changes", changes, Mapping[str, Any])
     here: dict[str, Any] = {}
     below: dict[str, dict[str, Any]] = {}
     for path, value in changes.items():

@@ -22,6 +22,7 @@ from lit_lazy.measure.learned_parameters import collect_learned, compute_bias_cu
 from lit_lazy.measure.row_statistics import RowSummary, summarise
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.model.loss import LOGITS_AT_ONCE, token_nll
+from lit_lazy.support.checked_fields import PositiveInt, check_value
 
 SAMPLE = 64
 """Sequences measured by default."""
@@ -76,6 +77,7 @@ STRONGEST = Maps()
 
 def sample_validation(source: DataSource, sequences: int = SAMPLE) -> list[Batch]:
     """Up to `sequences` evenly spaced validation sequences, as one batch."""
+    check_value("sequences", sequences, PositiveInt)
     total = len(source.validation)
     return [source.validation.__getitems__(pick_evenly(total, min(sequences, total)).tolist())]
 

@@ -85,13 +85,9 @@ def check_fields(prefix: str, settings: Any) -> None:
     """
     hints = field_types(type(settings))
     for name in (field.name for field in dataclasses.fields(settings)):
-        value, hint = getattr(settings, name), hints[name]
-        if fits(value, hint):
-            continue
-        plain = make_plain(value)
-        if not fits(plain, hint):
-            require(False, f"{prefix}{name}", value, _describe_need(value, hint))
-        object.__setattr__(settings, name, plain)
+        value = getattr(settings, name)
+        if (plain := check_value(f"{prefix}{name}", value, hints[name])) is not value:
+            object.__setattr__(settings, name, plain)
 
 
 def check_kinds(what: str, settings: Any) -> None:
@@ -99,10 +95,13 @@ def check_kinds(what: str, settings: Any) -> None:
     check_fields(f"{what}: ", settings)
 
 
-def check_value(name: str, value: object, hint: Any) -> None:
-    """Raise a one-line ValueError if a value does not fit an annotation."""
-    if not fits(value, hint):
+def check_value(name: str, value: Any, hint: Any) -> Any:
+    """The value, made plain if it must be to fit an annotation. Raises a one-line ValueError if it does not fit."""
+    if fits(value, hint):
+        return value
+    if not fits(plain := make_plain(value), hint):
         require(False, name, value, _describe_need(value, hint))
+    return plain
 
 
 def make_plain(value: Any) -> Any:
@@ -195,7 +194,9 @@ def describe_kind(hint: Any) -> str:
         return "a function"
     if parts:
         return " or ".join(describe_kind(part) for part in parts)
-    return f"a{'n' * (hint.__name__[0] in 'AEIO')} {hint.__name__}" if isinstance(hint, type) else "anything"
+    if hint is Any or not isinstance(hint, type):
+        return "anything"
+    return f"a{'n' * (hint.__name__[0] in 'AEIO')} {hint.__name__}"
 
 
 def _describe_need(value: object, hint: Any) -> str:

@@ -79,6 +79,7 @@ def test_signed_weights_and_idle_rows_are_no_mistake():
     for kept in (
         module(lambda _, s, rows: s.where(rows.visible, 0), signed=True),
         module(lambda _, s, rows: 0 * s.where(rows.visible, 0), can_zero=True),
+        module(lambda _, s, rows: (s / rows.position).where(rows.visible, 0), signed=True),
     ):
         kept(AttentionCall(x, x, x, key_mask=torch.tensor([[False, True, True]])))
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from kernel_cases import assert_refused, device_for, require_library, widest_dtype
 
-from flash_lazy import api, lazy_attention, resolve_backend
+from flash_lazy import api, attention_weights, lazy_attention, resolve_backend, rule_weights
 from flash_lazy.call import Call
 from flash_lazy.cpu import library
 from flash_lazy.fused import ops
@@ -36,7 +36,10 @@ WRONG = {
     "k on another device": ({"k": K.to("meta")}, ["k is on meta", "q on cpu", "one device"]),
     "v unlike k": ({"v": K[..., :4]}, ["v has shape [2, 2, 6, 4]", "[2, 2, 6, 8]"]),
     "heads no multiple": ({"q": Q[:, :3], "tau": TAU[:3]}, ["k has 2 heads", "q 3", "multiple"]),
-    "more rows than keys": ({"k": K[:, :, :5], "v": K[:, :, :5]}, ["q has 6 rows", "k 5", "Lq <= Lk"]),
+    "more rows than keys": (
+        {"k": K[:, :, :5], "v": K[:, :, :5]},
+        ["q has 6 rows", "Lq <= Lk", "[batch, heads, "],
+    ),
     "tau without positions": ({"threshold": "per_token"}, ["tau has shape [4]", "per_token", "[H, N]"]),
     "tau elsewhere": ({"tau": TAU.to("meta")}, ["tau is on meta", "q on cpu"]),
     "bias per kv head": ({"bias": torch.zeros(2, 5)}, ["bias has shape [2, 5]; give [H, W], H = 4"]),
@@ -97,6 +100,12 @@ def test_more_sequences_than_a_grid_has_places_are_not_decoded():
     for batch, decoded in ((2**16 - 1, True), (2**16, False)):
         q, k = torch.empty(batch, 1, 1, 16, device="meta"), torch.empty(batch, 1, 9, 16, device="meta")
         assert ops._is_decoding(Call(q, k, k, torch.ones(1))) == decoded
+
+
+def test_weights_of_tensors_without_values_are_refused():
+    q, k, tau = (x.to("meta") for x in (Q, K, TAU))
+    for compute in (lambda: attention_weights(q, k, tau), lambda: rule_weights(lambda s, _: s.softmax(-1), q, k)):
+        assert_refused(compute, ["q is on meta", "move q, k and v to a device"])
 
 
 def test_tau_may_stay_float32():

@@ -50,6 +50,18 @@ def test_softmax_as_a_rule_is_lazy_attention_at_tau_zero(backend, options):
 
 
 @pytest.mark.parametrize("backend", ["reference", "chunked"])
+def test_a_rule_of_two_maps_combines_the_halves_of_queries_and_keys(backend):
+    def difference(scores, _):
+        one, other = scores.softmax(-1).unbind(2)
+        return one - other / 2
+
+    first, bias = torch.arange(8) < 4, draw(4, 5)
+    halves = [rule_attention(softmax, Q * half, K, V, bias, scale=0.5, backend=backend) for half in (first, ~first)]
+    found = rule_attention(difference, Q, K, V, bias, maps=2, backend=backend)
+    torch.testing.assert_close(found, halves[0] - halves[1] / 2)
+
+
+@pytest.mark.parametrize("backend", ["reference", "chunked"])
 def test_the_rows_say_where_they_stand(backend, monkeypatch):
     monkeypatch.setattr(tiling, "BLOCK_ELEMENTS_CPU", 40)
     monkeypatch.setattr(tiling, "FULL_ROWS", 2)

@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 
+from flash_lazy import lazy_attention
 from lit_lazy.attention import (
     AffineScaled,
     ASEntmax,
@@ -15,6 +16,7 @@ from lit_lazy.attention import (
     Differential,
     Elastic,
     Entmax15,
+    LayerShape,
     LearnedBias,
     NoPosition,
     Normaliser,
@@ -311,3 +313,13 @@ def test_the_mean_of_affine_scaled_follows_the_rows_of_training_alone():
     before = module.mean.clone()
     module.at_progress(0.2)  # as where a run resumes
     assert torch.equal(module.mean, before)
+
+
+def test_softmax_is_not_divided_again():
+    """Not even where that is asked for: its weights sum to 1, and to divide by the sum would only round."""
+    q, k, v = torch.randn(3, 1, 2, 40, 16, generator=torch.Generator().manual_seed(0))
+    expected = lazy_attention(q, k, v, torch.zeros(2), backend="chunked")
+    module = Softmax().build(LayerShape(2, 2, 16, 32, 40))
+    for renormalise in (False, True):
+        out, _ = module(AttentionCall(q, k, v, renormalise=renormalise, backend="chunked"))
+        assert torch.equal(out, expected)

@@ -23,7 +23,7 @@ GROUPS = {
     "tests/kernels/test_varlen.py tests/kernels/test_rules.py tests/kernels/test_func.py tests/kernels/test_cpu.py",
     "statistics": "tests/table",
     "store": "tests/grid/test_grid.py tests/grid/test_plan.py tests/grid/test_packed.py "
-    "tests/grid/test_state_machine.py",
+    "tests/grid/test_state_machine.py tests/command/test_odd_names.py",
     "keys and checkpoints": "tests/config/test_key.py tests/training/test_checkpoints.py tests/training/test_run.py",
 }
 """The tests that are to find the faults of each group."""

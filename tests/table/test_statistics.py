@@ -74,7 +74,7 @@ def test_a_contrast_is_a_t_test_of_its_sums_per_seed(drawn):
         assert interval == pytest.approx(tuple(reference.confidence_interval(0.95)))
         assert (result.low, result.high) == pytest.approx((sums.min(), sums.max()))
     else:
-        assert (result.test, result.p, result.ci95) == ("constant" if sums.any() else "tie", None, 0.0)
+        assert (result.test, result.p, result.ci95, result.se) == ("constant" if sums.any() else "tie", None, 0.0, 0.0)
     # A row of weight 0 has no part in it, and what a seed does to all rows of a difference cancels.
     assert compute_contrast(values | {"other": {}}, dict(zip(names, weights, strict=True)) | {"other": 0.0}) == result
     if sum(weights) == 0:

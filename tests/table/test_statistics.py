@@ -102,7 +102,8 @@ def test_equal_differences_are_never_given_a_p():
     tie = difference(seeds(0.1, 0.2, 0.3), seeds(0.1, 0.2, 0.3))
     assert (tie.mean, tie.ci95, tie.p, tie.test) == (0.0, 0.0, None, "tie")
     parameters = difference(seeds(1024, 1024, 1024), seeds(1000, 1000, 1000))
-    assert (parameters.mean, parameters.ci95, parameters.p, parameters.test) == (24.0, 0.0, None, "constant")
+    found = parameters.mean, parameters.ci95, parameters.se, parameters.p, parameters.test
+    assert found == (24.0, 0.0, 0.0, None, "constant")
     # Equal except for rounding: 0.3 - 0.2 != 0.2 - 0.1 in binary.
     rounded = difference(seeds(0.2, 0.3, 0.4), seeds(0.1, 0.2, 0.3))
     assert (rounded.p, rounded.test) == (None, "constant")

@@ -35,6 +35,11 @@ def _find_user_classes(config: Any) -> list[type]:
     return [cls for cls in iter_classes(config) if is_users(cls)]
 
 
+def has_user_classes(*configs: Any) -> bool:
+    """Whether a custom class is in any of the configs."""
+    return any(map(_find_user_classes, configs))
+
+
 def is_users(cls: type) -> bool:
     """Whether a class is none of this project."""
     return cls.__module__.partition(".")[0] != __name__.partition(".")[0]

@@ -138,8 +138,9 @@ class DataSource:
         """Raise a one-line ValueError for what cannot be trained on, as far as the annotations do not say it."""
         for name in ("name", "fingerprint"):
             require(getattr(self, name).isprintable(), name, getattr(self, name), "must be one line")
-        for name in FACTS.keys() & self.info.keys():
-            check_value(f"info[{name!r}]", self.info[name], FACTS[name])
+        for name, kind in FACTS.items():
+            if name in self.info:
+                check_value(f"info[{name!r}]", self.info[name], kind)
         for part, data in (("train", self.train), ("validation", self.validation)):
             data.check_contents(part, self.vocab_size, self.context_length)
         masks = {name: self.validation.positions.get(name) for name in self.row_groups}

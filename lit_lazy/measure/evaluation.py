@@ -80,21 +80,20 @@ def measure_evaluation(evaluation: Evaluation, model: DecoderLM, data: DataConfi
     A user's class measures a copy of the model, whose changes reach nothing else, and may return whatever is a number.
     Raises a one-line ValueError that names it if it fails or returns something else.
     """
-    found: Any
-    if not is_users(type(evaluation)):
-        found = evaluation.measure(model, data)
-    else:
+    if is_users(type(evaluation)):
         with naming(f"evaluations: {type(evaluation).__name__}"), naming_user_errors("measure()"):
-            returned = evaluation.measure(copy.deepcopy(model), data)
+            returned: Any = evaluation.measure(copy.deepcopy(model), data)
             require(isinstance(returned, Mapping), "measure()", returned, "must be a dict of numbers by name")
-            for name in returned:
-                taken = isinstance(name, str) and is_metric_name(name)
-                require(taken, "measure()", name, "MLflow takes no metric of this name")
             found = {name: _to_number(name, value) for name, value in returned.items()}
+    else:
+        found = evaluation.measure(model, data)
     return {name: value for name, value in found.items() if math.isfinite(value)}
 
 
-def _to_number(name: str, value: Any) -> float:
+def _to_number(name: Any, value: Any) -> float:
+    """A metric's value as a number. Raises a one-line ValueError if it is none, or if the name is none."""
+    named = isinstance(name, str) and is_metric_name(name)
+    require(named, "measure()", name, "MLflow takes no metric of this name")
     problem, fix = f"{name}={short_repr(value)}", "return a number"
     with explain(problem, fix, TypeError, ValueError, ArithmeticError, RuntimeError):
         number = float(value)

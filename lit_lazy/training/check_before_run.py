@@ -7,7 +7,7 @@ import torch
 from lit_lazy.attention import Attention
 from lit_lazy.config.key import hash_model
 from lit_lazy.config.schema import ModelConfig, RunConfig
-from lit_lazy.config.user_classes import is_users, iter_classes
+from lit_lazy.config.user_classes import has_user_classes
 from lit_lazy.data import DataConfig, DataSource
 from lit_lazy.data.source_interface import Outline
 from lit_lazy.data.token_dataset import CHECKED_SEQUENCES
@@ -34,7 +34,7 @@ def check_model(cfg: ModelConfig, context_length: int, documents: bool = False, 
     require_memory({"model.d_model": cfg.d_model}, BYTES_PER_NUMBER * 2 * cfg.d_model * _projection_width(cfg))
     with naming_user_errors("model"):
         mixer = _build_attention(cfg, context_length) if cfg.mixer.attends else cfg.build_mixer(0, context_length)
-    cfg.position.build(cfg.d_model, mixer.rotary_dim, context_length)
+        cfg.position.build(cfg.d_model, mixer.rotary_dim, context_length)
     if elsewhere:
         return
     with naming(f"model.backend={cfg.backend!r}"):
@@ -126,7 +126,7 @@ def _check_run(cfg: RunConfig, data: Outline, execution: Execution | None, elsew
         at_a_time = execution.evaluation_batch_size(cfg.train.batch_size), execution.checkpoint_activations
         check_size(cfg.model, data.vocab_size, data.context_length, *at_a_time, state=state)
     check_model(cfg.model, data.context_length, data.document_mask, elsewhere)
-    if any(map(is_users, (*iter_classes(cfg.model), *iter_classes(cfg.train)))):
+    if has_user_classes(cfg.model, cfg.train):
         from lit_lazy.training.rehearsal import rehearse  # late: it imports Lightning
 
         rehearse(cfg, data.context_length, data.document_mask)

@@ -15,7 +15,7 @@ from lit_lazy.config.checkpoint_file import FORMAT, read_checkpoint
 from lit_lazy.config.overrides import apply_overrides
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.serialisation import UnknownClassError, from_dict, to_dict
-from lit_lazy.config.user_classes import iter_user_classes
+from lit_lazy.config.user_classes import has_user_classes, iter_user_classes
 from lit_lazy.data import DataConfig, DataSource
 from lit_lazy.data.source_interface import Outline
 from lit_lazy.model.decoder import DecoderLM, build_empty
@@ -165,7 +165,8 @@ def change_model(module: LitLM, cfg: RunConfig) -> LitLM:
     for path, name, before, _ in list_changes(module.cfg.model, cfg.model, "model"):
         if name in before.first_values:
             raise ValueError(f"{path}: has no effect on a trained model, whose own values stay; leave it as it was")
-    rehearse(cfg, module.hparams["context_length"], documents=False)
+    if has_user_classes(cfg.model):
+        rehearse(cfg, module.hparams["context_length"], documents=False)
     changed = LitLM.create(cfg, module.hparams["vocab_size"], module.hparams["context_length"])
     source = module.model.state_dict()
     target = dict(chain(changed.model.named_parameters(), changed.model.named_buffers()))

@@ -233,6 +233,12 @@ class OwnForgetful(Position):
         return WithoutPlaces()
 
 
+@dataclasses.dataclass(frozen=True)
+class Unbuilt(Position):
+    def build(self, d_model, head_dim, context_length):  # noqa: ARG002
+        raise RuntimeError("no table")
+
+
 class AbsoluteModule(SoftmaxModule):
     relative = True
 
@@ -264,6 +270,7 @@ def test_each_training_with_a_users_part_is_rehearsed() -> None:
         ({"model.attention.gate": OwnGated(LATER)}, LATER),
         ({"model.attention.gate": NoModule()}, "NoModule.build returns a function; return a GateModule"),
         ({"model.attention.normaliser": Absolute(), "model.attention.gate": OwnGated("")}, "declares relative"),
+        ({"model.position": Unbuilt()}, "^model: RuntimeError .test_rehearsal.py, line .*: no table"),
         ({"train.schedule": OwnSchedule("changes from call to call")}, "changes from call to call"),
     ):
         with pytest.raises(ValueError, match=said):

@@ -20,7 +20,7 @@ from lit_lazy.data.sampler import validation_loader
 from lit_lazy.measure.attention_metrics import AttentionMetrics, Ratios, name_groups
 from lit_lazy.measure.diagnostics import hook_layers
 from lit_lazy.measure.learned_parameters import collect_learned, describe_learned
-from lit_lazy.model.compiled_passes import compute_hidden
+from lit_lazy.model.cpu_decoder import compute_hidden
 from lit_lazy.model.decoder import DecoderLM, flops_per_token
 from lit_lazy.model.loss import head_nll
 from lit_lazy.support.checked_fields import Metric, check_value, require

@@ -13,7 +13,7 @@ from lit_lazy.data import DataSource, compute_learned_nats
 from lit_lazy.measure.attention_metrics import AttentionMetrics
 from lit_lazy.measure.collapse_and_sink_kinds import effective_rank, token_cosine
 from lit_lazy.measure.learned_parameters import average_by_head, collect_learned
-from lit_lazy.model.compiled_passes import compute_residual
+from lit_lazy.model.cpu_decoder import compute_residual
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.training.callbacks_and_loggers import AtStart
 from lit_lazy.training.module import LitLM

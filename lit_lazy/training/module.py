@@ -18,7 +18,7 @@ from lit_lazy.data import IGNORED, Batch
 from lit_lazy.data.sampler import Portion
 from lit_lazy.measure.attention_metrics import RatioOfSums
 from lit_lazy.measure.evaluation import compute_losses
-from lit_lazy.model.compiled_passes import compute_hidden, compute_mean_loss
+from lit_lazy.model.cpu_decoder import compute_hidden, compute_mean_loss
 from lit_lazy.model.decoder import DecoderLM, gather_full_tensor, sequence_keys
 from lit_lazy.model.loss import average_logits, head_nll, head_nll_and_log_z, mean_nll
 from lit_lazy.optim.optimisers_schedules_distillation import Distillation, Passes

@@ -165,13 +165,22 @@ def test_an_invalid_argument_is_named(settings, message):
 
 
 @pytest.mark.parametrize("backend", ["auto", "chunked", "reference"])
+@pytest.mark.parametrize("enabled", [True, False], ids=["", "no_grad"])
 @pytest.mark.parametrize(
-    "trace", [partial(torch.jit.trace, check_trace=False), lambda f, x: make_fx(f)(x)], ids=["jit", "make_fx"]
+    "trace",
+    [
+        partial(torch.jit.trace, check_trace=False),
+        lambda f, x: make_fx(f)(x),
+        lambda f, x: torch.export.export(f, (x,)).module(),
+    ],
+    ids=["jit", "make_fx", "export"],
 )
-def test_a_traced_layer_computes_what_the_layer_does(trace, backend):
-    """Also its gradients, and for inputs of which other tiles can be skipped."""
-    layer, x = make(backend=backend).eval(), tokens(300).requires_grad_()
-    traced, y = trace(layer, x), 9 * x
+def test_a_traced_layer_computes_what_the_layer_does(trace, enabled, backend):
+    """Also its gradients, if it was traced without them too, and for inputs of which other tiles can be skipped."""
+    layer, x = make(backend=backend).eval(), tokens(300)
+    with torch.set_grad_enabled(enabled):
+        traced = trace(layer, x)
+    y = (9 * x).requires_grad_()
     (dy, out), (expected_dy, expected) = (
         (*torch.autograd.grad(z.square().sum(), y, retain_graph=True), z) for z in (traced(y), layer(y))
     )

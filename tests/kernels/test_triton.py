@@ -539,6 +539,19 @@ class TestOperators:
         few = replace(case, q=case.q[:, :, -2:])
         opcheck(ops.decode, [x.detach() if isinstance(x, torch.Tensor) else x for x in operator_arguments(few)])
 
+    def test_a_program_recorded_without_gradients_has_them(self, case):
+        arguments = [*operator_arguments(case), True, False]
+        leaves = [x for x in arguments[:LEAVES] if x is not None]
+
+        def differentiate(operator, *more):
+            return torch.autograd.grad(operator(*arguments[:-2], *more).square().sum(), leaves)
+
+        expected = differentiate(lambda *given: ops.forward(*given)[0], True, False)
+        assert all(map(torch.equal, expected, differentiate(lambda *given: ops.forward(*given)[0], False, False)))
+        if "cu_seqlens" not in case.options:
+            for mine, theirs in zip(differentiate(ops.decode), expected, strict=True):
+                torch.testing.assert_close(mine, theirs)
+
     def test_compiles_to_the_same_bits(self, case):
         assert_compiles_to_the_same_bits(case, "triton")
 

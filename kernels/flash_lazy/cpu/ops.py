@@ -246,7 +246,10 @@ _backward = torch.library.custom_op(
 def _operator_gradients(
     ctx: Any, grad: Tensor | None, _dsums: Tensor | None, dstats: Tensor | None
 ) -> tuple[Tensor | None, ...]:
-    return _leaf_gradients(_backward, ctx, ctx.saved_tensors, grad, dstats)
+    *tensors, sums = ctx.saved_tensors
+    if not sums.numel():  # of a program that was recorded without gradients
+        sums = _forward(*tensors, *ctx.settings, True, False)[1]
+    return _leaf_gradients(_backward, ctx, (*tensors, sums), grad, dstats)
 
 
 _forward.register_autograd(_operator_gradients, setup_context=_setup_context)

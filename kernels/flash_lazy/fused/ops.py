@@ -167,9 +167,19 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     ctx.set_materialize_grads(False)
 
 
-def _backpropagate(ctx: Any, grad: Tensor | None, dsoftmax: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+def _setup_decoding_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    empty = output.new_empty(0)
+    _setup_context(ctx, (*inputs, False, False), (output, empty, empty, empty, empty))
+
+
+def _backpropagate(
+    ctx: Any, grad: Tensor | None, dsoftmax: Tensor | None = None, *_: None
+) -> tuple[Tensor | None, ...]:
     *tensors, out, softmax, mass = ctx.saved_tensors
     call, needed = Call(*tensors, *ctx.settings), ctx.needs_input_grad
+    if not softmax.numel():  # of a program that was recorded without gradients
+        whole, softmax, mass, *_ = forward(*call, True, False)
+        out = None if out is None else whole
     grad = torch.zeros_like(call.q) if grad is None else grad
     dlse = None if dsoftmax is None else dsoftmax[0] / LN2
     dq, dk, dv, survivors, dbias, dslopes = backward(*call, out, grad, dlse, softmax, mass, *needed[4:6])
@@ -181,6 +191,7 @@ def _backpropagate(ctx: Any, grad: Tensor | None, dsoftmax: Tensor | None, *_: N
 
 
 forward.register_autograd(_backpropagate, setup_context=_setup_context)
+decode.register_autograd(_backpropagate, setup_context=_setup_decoding_context)
 
 
 def _tau_gradient(call: Call, survivors: Tensor) -> Tensor:

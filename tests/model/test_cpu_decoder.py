@@ -26,7 +26,7 @@ from lit_lazy.attention.normaliser import LazyThreshold, NormaliserModule, Softm
 from lit_lazy.attention.position import DynamicScaling, LinearScaling
 from lit_lazy.config import ModelConfig
 from lit_lazy.data import IGNORED
-from lit_lazy.model import compiled_passes
+from lit_lazy.model import cpu_decoder
 from lit_lazy.model.decoder import DecoderLM, SwiGLU
 from lit_lazy.model.loss import head_nll, mean_nll
 
@@ -101,10 +101,10 @@ def measure_errors(found, exact):
 def test_the_step_errs_no_more_than_the_models_own(name):
     """At most twice the model's own largest relative error in float32 over the loss and all gradients."""
     model, (tokens, targets) = make_model(name), draw(get_length(name))
-    assert compiled_passes.describe(model, tokens) is not None
+    assert cpu_decoder.describe(model, tokens) is not None
     exact = run_in_double(model, tokens, targets)
     own = max(measure_errors(run_own_path(model, tokens, targets), exact).values())
-    mine = measure_errors(compute_gradients(model, compiled_passes.compute_mean_loss(model, tokens, targets)), exact)
+    mine = measure_errors(compute_gradients(model, cpu_decoder.compute_mean_loss(model, tokens, targets)), exact)
     assert {name: error for name, error in mine.items() if not error <= 2 * own} == {}
 
 
@@ -112,8 +112,8 @@ def test_the_step_errs_no_more_than_the_models_own(name):
 def test_the_forward_pass_equals_the_models_own(name):
     model, (tokens, _) = make_model(name), draw(get_length(name))
     with torch.no_grad():
-        assert compiled_passes.describe(model, tokens) is not None
-        hidden, stats = compiled_passes.compute_hidden(model, tokens, with_stats=True)
+        assert cpu_decoder.describe(model, tokens) is not None
+        hidden, stats = cpu_decoder.compute_hidden(model, tokens, with_stats=True)
         expected, expected_stats = model.compute_residual(tokens, with_stats=True)
         torch.testing.assert_close(hidden, model.norm(expected), rtol=1e-4, atol=1e-5)
         for mine, own in zip(stats, expected_stats, strict=True):
@@ -121,19 +121,15 @@ def test_the_forward_pass_equals_the_models_own(name):
                 # A score on the threshold may fall on either side.
                 different = (x - y).abs() > 1e-4
                 assert different.double().mean() < (2e-3 if field == "zeros" else 1e-9), field
-        assert compiled_passes.compute_hidden(model, tokens)[1] == []
+        assert cpu_decoder.compute_hidden(model, tokens)[1] == []
 
 
 def test_the_step_is_deterministic_and_threads_only_round():
     model, (tokens, targets) = make_model("elastic"), draw(batch=8)
-    once, again = (
-        compute_gradients(model, compiled_passes.compute_mean_loss(model, tokens, targets)) for _ in range(2)
-    )
+    once, again = (compute_gradients(model, cpu_decoder.compute_mean_loss(model, tokens, targets)) for _ in range(2))
     assert all(map(torch.equal, once.values(), again.values()))
     torch.set_num_threads(2)
-    other, repeated = (
-        compute_gradients(model, compiled_passes.compute_mean_loss(model, tokens, targets)) for _ in "12"
-    )
+    other, repeated = (compute_gradients(model, cpu_decoder.compute_mean_loss(model, tokens, targets)) for _ in "12")
     assert all(map(torch.equal, other.values(), repeated.values()))
     for name, x in once.items():
         torch.testing.assert_close(x, other[name], rtol=1e-4, atol=1e-6, msg=name)
@@ -143,11 +139,11 @@ def test_the_gradient_of_a_scaled_loss_is_scaled_once():
     """Accumulated micro-batches divide the loss."""
     model, (tokens, targets) = make_model("elastic"), draw()
     whole, half = (
-        compute_gradients(model, f * compiled_passes.compute_mean_loss(model, tokens, targets)) for f in (1, 0.5)
+        compute_gradients(model, f * cpu_decoder.compute_mean_loss(model, tokens, targets)) for f in (1, 0.5)
     )
     for name in whole:
         torch.testing.assert_close(half[name], whole[name] / 2, msg=name)
-    loss = compiled_passes.compute_mean_loss(model, tokens, targets)
+    loss = cpu_decoder.compute_mean_loss(model, tokens, targets)
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="already used"):
         loss.backward()
@@ -158,7 +154,7 @@ def test_frozen_parameters_get_no_gradient():
     frozen = {"blocks.0.mlp.up.weight", "blocks.1.attention.normaliser.tau"}
     for name in frozen:
         model.get_parameter(name).requires_grad_(False)
-    compiled_passes.compute_mean_loss(model, tokens, targets).backward()
+    cpu_decoder.compute_mean_loss(model, tokens, targets).backward()
     assert {name for name, p in model.named_parameters() if p.grad is None} == frozen
 
 
@@ -166,15 +162,15 @@ def test_frozen_parameters_get_no_gradient():
 def test_targets_beyond_the_vocabulary_are_refused_and_any_whole_numbers_are_read(value):
     """None at all gives NaN, as the mean of nothing does; a broken weight breaks the loss."""
     model, (tokens, targets) = make_model("softmax"), draw()
-    expected = compiled_passes.compute_mean_loss(model, tokens, targets)
-    assert torch.equal(compiled_passes.compute_mean_loss(model, tokens, targets.to(torch.int32)), expected)
+    expected = cpu_decoder.compute_mean_loss(model, tokens, targets)
+    assert torch.equal(cpu_decoder.compute_mean_loss(model, tokens, targets.to(torch.int32)), expected)
     with pytest.raises(ValueError, match=r"targets has shape \[2, 50\]; give \[3, 50\]"):
-        compiled_passes.compute_mean_loss(model, tokens, targets[:2])
+        cpu_decoder.compute_mean_loss(model, tokens, targets[:2])
     with pytest.raises(IndexError, match="targets has 37; the vocabulary has 37 words"):
-        compiled_passes.compute_mean_loss(model, tokens, targets.masked_fill(targets == 3, WORDS))
-    assert compiled_passes.compute_mean_loss(model, tokens, torch.full_like(targets, IGNORED)).isnan()
+        cpu_decoder.compute_mean_loss(model, tokens, targets.masked_fill(targets == 3, WORDS))
+    assert cpu_decoder.compute_mean_loss(model, tokens, torch.full_like(targets, IGNORED)).isnan()
     model.blocks[1].mlp.down.weight.data[0, 0] = value
-    assert not compiled_passes.compute_mean_loss(model, tokens, targets).isfinite()
+    assert not cpu_decoder.compute_mean_loss(model, tokens, targets).isfinite()
 
 
 @dataclass(frozen=True)
@@ -219,9 +215,9 @@ UNKNOWN = {
 def test_unknown_models_run_their_own_path(name):
     cfg, spec = UNKNOWN[name]
     model, (tokens, targets) = DecoderLM(replace(cfg, attention=spec), WORDS, LENGTH, seed=3), draw()
-    assert compiled_passes.describe(model, tokens) is None
+    assert cpu_decoder.describe(model, tokens) is None
     expected = run_own_path(model, tokens, targets)
-    found = compute_gradients(model, compiled_passes.compute_mean_loss(model, tokens, targets))
+    found = compute_gradients(model, cpu_decoder.compute_mean_loss(model, tokens, targets))
     assert all(map(torch.equal, found.values(), expected.values()))
 
 
@@ -243,27 +239,27 @@ CHANGES = {
 @pytest.mark.parametrize("name", CHANGES)
 def test_changed_models_run_their_own_path(name):
     model = make_model("elastic")
-    assert compiled_passes.describe(model, torch.zeros(BATCH, LENGTH)) is not None
+    assert cpu_decoder.describe(model, torch.zeros(BATCH, LENGTH)) is not None
     CHANGES[name](model)
-    assert compiled_passes.describe(model, torch.zeros(BATCH, LENGTH)) is None
+    assert cpu_decoder.describe(model, torch.zeros(BATCH, LENGTH)) is None
 
 
 def test_other_ways_to_run_take_the_models_own_path(monkeypatch):
     model, (tokens, _), x = make_model("elastic"), draw(), torch.zeros(BATCH, LENGTH)
-    monkeypatch.setattr(compiled_passes, "decoder_residual", None)
-    compiled_passes.compute_residual(model, tokens)  # gradients are enabled
+    monkeypatch.setattr(cpu_decoder, "decoder_residual", None)
+    cpu_decoder.compute_residual(model, tokens)  # gradients are enabled
     with torch.no_grad():
-        compiled_passes.compute_residual(model, tokens, torch.arange(LENGTH).expand(BATCH, -1))
+        cpu_decoder.compute_residual(model, tokens, torch.arange(LENGTH).expand(BATCH, -1))
         with pytest.raises(TypeError, match="not callable"):
-            compiled_passes.compute_residual(model, tokens)
+            cpu_decoder.compute_residual(model, tokens)
     for context in (torch.autocast("cpu", torch.bfloat16), FlopCounterMode(display=False)):
         with context:
-            assert compiled_passes.describe(model, x) is None
+            assert cpu_decoder.describe(model, x) is None
     for few in (torch.zeros(torch.get_num_threads() - 1, LENGTH), torch.zeros(BATCH, 0)):
-        assert compiled_passes.describe(model, few) is None
+        assert cpu_decoder.describe(model, few) is None
     handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
-    assert compiled_passes.describe(model, x) is None
+    assert cpu_decoder.describe(model, x) is None
     handle.remove()
-    assert compiled_passes.describe(model, x) is not None
+    assert cpu_decoder.describe(model, x) is not None
     monkeypatch.setenv(library.SWITCH, "0")
-    assert compiled_passes.describe(model, x) is None
+    assert cpu_decoder.describe(model, x) is None

@@ -28,9 +28,21 @@ from flash_lazy import lazy_attention
 
 
 def lazy_attention_forward(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, **_: Any
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scaling: float,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    **others: Any,
 ) -> tuple[Tensor, None]:
     """Attention function for transformers: query `[B, H, Lq, D]`, key and value `[B, Hkv, Lk, D]`, mask `[B, Lk]`."""
+    asked = {"dropout": dropout or None, "is_causal=False": True if is_causal is False else None}
+    asked |= {name: others.get(name) for name in ("softcap", "s_aux", "sliding_window")}
+    if wrong := [name for name, value in asked.items() if value is not None]:
+        raise ValueError(f"lazy attention has no {', '.join(wrong)}; set it to none in the model's config")
     out = lazy_attention(query, key, value, module.lazy.tau, module.lazy.bias, key_mask=mask, scale=scaling)
     return out.transpose(1, 2), None
 

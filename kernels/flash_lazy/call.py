@@ -427,7 +427,7 @@ def _check_device(name: str, x: Tensor | None, q: Tensor) -> None:
 
 def _can_read(x: Tensor) -> bool:
     """Whether the values of x can be read without a device sync or a graph break."""
-    return x.device.type == "cpu" and not torch.compiler.is_compiling()
+    return x.device.type == "cpu" and not is_traced([x])
 
 
 def _shape(x: Tensor) -> str:

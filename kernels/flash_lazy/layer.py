@@ -18,26 +18,29 @@ PRECISE = (torch.float32, torch.float64)
 class KeyValueCache:
     """Keys and values of the tokens so far, `[B, Hkv, L, D]`; None before the first.
 
+    dropped: number of tokens that were cut off at their beginning, to which whoever cuts adds.
     layer: the layer that has filled it, which no other may. A copy or pickle has none: it is for the next that uses it.
     """
 
     keys: Tensor | None = None
     values: Tensor | None = None
+    dropped: int = 0
     layer: nn.Module | None = field(default=None, init=False, repr=False, compare=False)
 
     @property
     def length(self) -> int:
         """Tokens so far."""
-        return 0 if self.keys is None else self.keys.shape[2]
+        return self.dropped + (0 if self.keys is None else self.keys.shape[2])
 
-    def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Add tokens, and return those of the whole cache."""
-        self.keys = keys if self.keys is None else torch.cat([self.keys, keys], dim=2)
-        self.values = values if self.values is None else torch.cat([self.values, values], dim=2)
-        return self.keys, self.values
+    def join(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """The cached keys and values followed by new ones, which the cache does not take."""
+        before = self.keys, self.values
+        pairs = zip(before, (keys, values), strict=True)
+        keys, values = (new if old is None else torch.cat([old, new], dim=2) for old, new in pairs)
+        return keys, values
 
-    def __getstate__(self) -> dict[str, Tensor | None]:
-        return {"keys": self.keys, "values": self.values}
+    def __getstate__(self) -> dict[str, Tensor | int | None]:
+        return {"keys": self.keys, "values": self.values, "dropped": self.dropped}
 
 
 class LazyAttention(nn.Module):
@@ -98,6 +101,10 @@ class LazyAttention(nn.Module):
             raise ValueError(f"kv_heads is {kv_heads}; give a divisor of heads, {heads}")
         if rope_base is not None and self.head_dim % 2:
             raise ValueError(f"rope_base is {rope_base} and head_dim {self.head_dim}; give an even head_dim, or None")
+        if threshold == "constant" and tau >= 1:
+            raise ValueError(
+                f"tau is {tau} and threshold 'constant'; give less than 1, which no weight exceeds"
+            )
         if (context_length is None) != (threshold not in ("seq_len", "per_token")):
             raise ValueError(f"threshold is {threshold!r} and context_length {context_length}; give both, or neither")
         self.width, self.rope_base, self.initial_tau = width, rope_base, tau
@@ -134,7 +141,7 @@ class LazyAttention(nn.Module):
             for the next ones, which nothing detects.
         key_mask: bool `[B, tokens of cache and x]`, False hides a token, as in a left-padded batch.
 
-        Raises TypeError if x is no tensor, and ValueError if a shape is wrong.
+        Raises TypeError if x is no tensor, and ValueError if a shape is wrong. The cache is then as it was.
         """
         check_type("x", x)
         if x.ndim != 3 or x.shape[2] != self.width:
@@ -143,6 +150,8 @@ class LazyAttention(nn.Module):
             raise ValueError(f"cache is {type(cache).__name__}; give a flash_lazy.KeyValueCache")
         if cache is not None and cache.keys is not None and cache.layer is not None and cache.layer is not self:
             raise ValueError("cache is another layer's; give each layer its own")
+        if cache is not None and cache.dropped and self.settings["threshold"] == "per_token":
+            raise ValueError(f"cache has dropped {cache.dropped} tokens; threshold 'per_token' needs all of them")
         if cache is not None and cache.keys is not None and len(cache.keys) != len(x):
             raise ValueError(f"cache has a batch of {len(cache.keys)} and x of {len(x)}; give each batch its own cache")
         q, k, v = (self._split_heads(project(x)) for project in (self.q_proj, self.k_proj, self.v_proj))
@@ -150,10 +159,10 @@ class LazyAttention(nn.Module):
         if self.rope_base is not None:
             angles = make_angles(first, x.shape[1], self.head_dim, self.rope_base, x.device)
             q, k = rotate(q, angles), rotate(k, angles)
+        keys, values = (k, v) if cache is None else cache.join(k, v)
+        out = lazy_attention(q, keys, values, self.tau, self.bias, key_mask=key_mask, **self.settings)
         if cache is not None:
-            k, v = cache.append(k, v)
-            cache.layer = self
-        out = lazy_attention(q, k, v, self.tau, self.bias, key_mask=key_mask, **self.settings)
+            cache.keys, cache.values, cache.layer = keys, values, self
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
     def extra_repr(self) -> str:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from .call import Call, Stats, Weights, compute_dtype
-from .scores import attend_documents, eager_scores, locate_queries, weigh_values
+from .scores import attend_documents, count_tokens, eager_scores, locate_queries, weigh_values
 
 
 def reference_attention(call: Call, with_stats: bool) -> tuple[Tensor, Stats | None]:
@@ -31,12 +31,12 @@ def _attend_sequences(call: Call) -> tuple[Tensor, Stats]:
 
 def reference_weights(call: Call) -> Weights:
     """The weight matrix of queries aligned to the end of the keys, without packed documents."""
-    position, visible = locate_queries(call)
+    own, visible = locate_queries(call)
     blind = ~visible.any(2)[:, None, :, None]
     hidden = ~visible[:, None]
-    scores = eager_scores(call, position, visible).masked_fill(hidden, -torch.inf)
+    scores = eager_scores(call, own, visible).masked_fill(hidden, -torch.inf)
     p = torch.softmax(scores.masked_fill(blind, 0), -1).masked_fill(hidden, 0)
-    theta = _thresholds(call, position, visible)
+    theta = _thresholds(call, count_tokens(call, own), visible)
     # Clear hidden keys again: with a negative threshold the ReLU would give them weight.
     w = torch.relu(p - theta[..., None]).masked_fill(hidden, 0)
     mass = w.sum(-1)

@@ -5,13 +5,15 @@ lengths, grouped heads, biases, decoding, renormalising, statistics, and gradien
 the backward pass (`flash_lazy.tiling`).
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import Node, get_gradient_edge
 from typing_extensions import TypedDict, Unpack
 
 from .call import (
@@ -25,30 +27,45 @@ from .call import (
     show,
     type_name,
 )
-from .scores import attend_documents, eager_scores, locate_queries, weigh_values
+from .scores import attend_documents, count_tokens, eager_scores, locate_queries, weigh_values
 from .tiling import Part, RowBlock, Sweep
 from .vmap import is_transformed
 
 HIDDEN = -1e30
 """Score of a hidden key: finite, because -inf times 0 is NaN, and so low that its exponential is 0."""
+_NO_TAU = torch.zeros(1, dtype=torch.float32, device="cpu")
 
 
 @dataclass(frozen=True)
 class Rows:
     """Positions and visible keys of a block of R rows over C keys; several score maps add an axis of 1 after the heads.
 
+    A block has some sequences of the batch and some of their keys, so a column's index tells nothing of its key.
+
     visible: bool `[B or 1, 1, R, C]`, the keys that a row sees.
     n: `[B or 1, 1, R, 1]`, total number of keys that a row sees, at least 1, in the scores' dtype.
-    position: int64 `[B or 1, 1, R, 1]`, 1-based, within the row's document.
+    position: int64 `[B or 1, 1, R, 1]`, 1-based, within the row's document; tokens that `key_mask` hides do not count.
+    offset: column of the first row's own key, a number or int64 `[B, 1, 1, 1]`.
+    sequences: the block's part of the batch.
     """
 
     visible: Tensor
     n: Tensor
     position: Tensor
+    offset: Tensor | int = 0
+    sequences: slice = field(default_factory=lambda: slice(None))
+
+    @property
+    def distance(self) -> Tensor:
+        """Tokens from each key to the row, int64 `[R, C]` or `[B, 1, R, C]`; below 0 for keys after the row."""
+        row, column = (torch.arange(size, device=self.visible.device) for size in self.visible.shape[-2:])
+        return self.offset + row[:, None] - column
 
     def with_maps(self) -> "Rows":
         """Add the axis of several maps."""
-        return Rows(self.visible.unsqueeze(2), self.n.unsqueeze(2), self.position.unsqueeze(2))
+        offset = self.offset.unsqueeze(2) if isinstance(self.offset, Tensor) else self.offset
+        fields = {name: getattr(self, name).unsqueeze(2) for name in ("visible", "n", "position")}
+        return replace(self, offset=offset, **fields)
 
 
 Rule = Callable[[Tensor, Rows], Tensor]
@@ -56,7 +73,8 @@ Rule = Callable[[Tensor, Rows], Tensor]
 
 Scores of hidden keys are finite, and their weight must be 0. They are also cleared afterwards, so that a trained factor
 that turns negative cannot leak the future. A row that sees no key is passed as a row that sees all keys with score 0;
-its weights are cleared too. A rule must not change the scores in place.
+its weights are cleared too. A rule must not change the scores in place. The backward pass calls it again and needs the
+same weights: random numbers are drawn alike, but nothing else that the rule reads may have changed.
 """
 
 
@@ -78,7 +96,7 @@ class RuleWeights(NamedTuple):
 class RuleSettings(TypedDict, total=False, closed=True):
     """Static types of the keyword arguments of `rule_attention`."""
 
-    parameters: Sequence[Tensor]
+    parameters: Iterable[Tensor]
     maps: int
     slopes: Tensor | None
     renormalise: bool
@@ -121,7 +139,7 @@ def rule_attention(
     v: Tensor,
     bias: Tensor | None = None,
     *,
-    parameters: Sequence[Tensor] = (),
+    parameters: Iterable[Tensor] = (),
     maps: int = 1,
     slopes: Tensor | None = None,
     renormalise: bool = False,
@@ -153,19 +171,22 @@ def rule_attention(
     Raises:
         TypeError, ValueError: an argument, or the rule's result, is invalid.
     """
-    tensors = q, k, v, torch.zeros(1), bias, slopes, cu_seqlens, kv_lengths, key_mask
+    tensors = q, k, v, _NO_TAU, bias, slopes, cu_seqlens, kv_lengths, key_mask
     call = Call(*tensors, renormalise=renormalise, scale=scale, window=window)
     out, stats = run_rule(rule, call, return_stats, parameters, maps, backend)
     return out if stats is None else (out, stats)
 
 
 def run_rule(
-    rule: Rule, call: Call, with_stats: bool, parameters: Sequence[Tensor], maps: int, backend: str
+    rule: Rule, call: Call, with_stats: bool, parameters: Iterable[Tensor], maps: int, backend: str
 ) -> tuple[Tensor, Stats | None]:
     """`rule_attention` of a `Call`, whose tau is ignored."""
     call = _prepare(call, maps)
     if not callable(rule):
         raise TypeError(f"rule is {show(rule)}; give a function of scores and Rows that returns weights")
+    if isinstance(parameters, Tensor) or not isinstance(parameters, Iterable):
+        raise TypeError(f"parameters is a {type_name(parameters)}; give a list of tensors")
+    parameters = tuple(parameters)
     if wrong := [x for x in parameters if not isinstance(x, Tensor)]:
         raise TypeError(f"parameters has a {type_name(wrong[0])}; give tensors")
     if backend not in ("reference", "chunked"):
@@ -174,7 +195,7 @@ def run_rule(
         raise ValueError("backend is 'chunked', which torch.func cannot transform for a rule; choose 'reference'")
     attend = _attend_reference if backend == "reference" else _attend_chunked
     with torch.autocast(call.q.device.type, enabled=False):
-        return attend(rule, call, maps, tuple(parameters), with_stats)
+        return attend(rule, call, maps, tuple(dict.fromkeys(parameters)), with_stats)
 
 
 def rule_weights(
@@ -196,7 +217,7 @@ def rule_weights(
     Arguments and errors as in `rule_attention`. Pass `q[:, :, a:b]` and `k[:, :, :b]` for rows `a .. b - 1` of a long
     sequence.
     """
-    tensors = q, k, k, torch.zeros(1), bias, slopes, None, kv_lengths, key_mask
+    tensors = q, k, k, _NO_TAU, bias, slopes, None, kv_lengths, key_mask
     return compute_rule_weights(rule, Call(*tensors, renormalise=renormalise, scale=scale, window=window), maps)
 
 
@@ -217,7 +238,7 @@ def _prepare(call: Call, maps: int) -> Call:
         if q.shape[-1] % maps:
             raise ValueError(f"maps is {maps} and q has width D = {q.shape[-1]}; give a D that is divisible by maps")
         scale = (q.shape[-1] // maps) ** -0.5 if call.scale is None else call.scale
-        call = call._replace(tau=torch.zeros(q.shape[1], device=q.device), scale=scale)
+        call = call._replace(tau=_NO_TAU.to(q.device).expand(q.shape[1]), scale=scale)
     return prepare(call)
 
 
@@ -253,27 +274,52 @@ def _apply(rule: Rule, scores: Tensor, rows: Rows, blind: Tensor | None, renorma
     passed = rows
     if blind is not None:
         scores = scores.masked_fill(blind if scores.dim() == 4 else blind.unsqueeze(2), 0)
-        passed = Rows(rows.visible | blind, rows.n, rows.position)
+        passed = replace(rows, visible=rows.visible | blind)
     w = call_rule(rule, scores, passed if scores.dim() == 4 else passed.with_maps()).masked_fill(~rows.visible, 0)
     mass = w.sum(-1, keepdim=True)
     return (w / torch.where(mass > 0, mass, 1) if renormalise else w), mass
 
 
-def _require_listed(rule: Rule, w: Tensor, listed: Sequence[Tensor]) -> None:
-    """Raise a one-line ValueError if weights depend on a tensor that requires a gradient and would receive none."""
+def _apply_and_check(
+    rule: Rule, scores: Tensor, rows: Rows, blind: Tensor | None, renormalise: bool, listed: Sequence[Tensor]
+) -> tuple[Tensor, Tensor]:
+    """`_apply`, without gradients. Raises a one-line ValueError if a tensor's gradient would be lost or count twice."""
+    with torch.enable_grad():
+        begun = _get_number(torch.ones((), requires_grad=True).neg())
+        w, mass = _apply(rule, scores, rows, blind, renormalise)
     known = {get_gradient_edge(x).node for x in listed if x.requires_grad}
-    ahead = [] if w.grad_fn is None else [w.grad_fn]
-    seen = {*known, *ahead}
-    while ahead:
-        node = ahead.pop()
+    for node in _iter_graph([w.grad_fn], known):
         if (leaf := getattr(node, "variable", None)) is not None:
             raise ValueError(
                 f"{rule_name(rule)} uses a tensor {list(leaf.shape)} that requires a gradient and would get none: list "
                 "it in `parameters` (a module's is an nn.Parameter), or detach it"
             )
-        new = {before for before, _ in node.next_functions if before is not None} - seen
-        seen |= new
-        ahead += new
+        if node._sequence_nr() < begun:
+            raise ValueError(
+                f"{rule_name(rule)} uses a tensor that was computed before it, by {node.name()}, from one that "
+                "requires a gradient: list the computed one in `parameters`, or compute it in the rule"
+            )
+    made = [x.grad_fn for x in listed if x.grad_fn is not None] if len(listed) > 1 else []
+    if any(known.intersection(_iter_graph([before for before, _ in node.next_functions], ())) for node in made):
+        raise ValueError("parameters has a tensor and another one that was computed from it; list only the latter")
+    return w.detach(), mass.detach()
+
+
+def _get_number(x: Tensor) -> int:
+    """The number of the node that made a tensor; later ones in this thread have larger numbers."""
+    assert x.grad_fn is not None
+    return x.grad_fn._sequence_nr()
+
+
+def _iter_graph(starts: Iterable[Node | None], ends: Iterable[Node]) -> Iterator[Node]:
+    """The nodes of autograd's graph from `starts` on up to `ends`, without these."""
+    seen, ahead = set(ends), list(starts)
+    while ahead:
+        node = ahead.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            yield node
+            ahead += (before for before, _ in node.next_functions)
 
 
 def _attend_reference(
@@ -293,14 +339,15 @@ def _attend_reference(
 
 
 def _eager_weights(rule: Rule, call: Call, maps: int) -> RuleWeights:
-    position, visible = locate_queries(call)
-    scores = torch.stack([eager_scores(part, position, visible) for part in _split_maps(call, maps)], 2)
+    own, visible = locate_queries(call)
+    scores = torch.stack([eager_scores(part, own, visible) for part in _split_maps(call, maps)], 2)
     seen = visible[:, None]
     scores = scores.masked_fill(~seen[:, :, None], HIDDEN)
     scores = scores if maps > 1 else scores.squeeze(2)
     blind = ~seen.any(3, keepdim=True)
     n = seen.sum(-1, keepdim=True).clamp(min=1).to(scores.dtype)
-    rows = Rows(seen, n, (position + 1).clamp(min=1)[:, None, :, None])
+    position = (count_tokens(call, own) + 1).clamp(min=1)[:, None, :, None]
+    rows = Rows(seen, n, position, own[:, :1, None, None])
     w, mass = _apply(rule, scores, rows, blind, call.renormalise)
     return RuleWeights(scores, w, mass.squeeze(-1), rows)
 
@@ -333,7 +380,8 @@ def _attend_chunked(
             bias=None if call.bias is None else by_map(call.bias),
             slopes=None if call.slopes is None else by_map(call.slopes),
         )
-    out, *stats = _RuleFunction.apply(rule, maps, with_stats, len(call), *call, *parameters)
+    checked = torch.is_grad_enabled()  # Functions disable gradients
+    out, *stats = _RuleFunction.apply(rule, maps, with_stats, checked, len(call), *call, *parameters)
     return out, Stats(*stats) if with_stats else None
 
 
@@ -342,11 +390,14 @@ class _RuleFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
-        rule, maps, with_stats, size, *rest = args
+        rule, maps, with_stats, checked, size, *rest = args
         call, parameters = Call(*rest[:size]), rest[size:]
         ctx.save_for_backward(*call[:TENSORS], *parameters)
         ctx.rule, ctx.maps, ctx.settings = rule, maps, call[TENSORS:]
-        outputs = _RuleSweep(rule, maps, call).forward(with_stats)
+        before = _read_random_states(call.q.device) if checked else []
+        outputs = _RuleSweep(rule, maps, call).forward(with_stats, parameters if checked else None)
+        after = _read_random_states(call.q.device) if checked else []
+        ctx.random = [] if all(map(torch.equal, before, after)) else before
         ctx.mark_non_differentiable(*outputs[1:])
         return outputs
 
@@ -354,11 +405,32 @@ class _RuleFunction(torch.autograd.Function):
     @differentiate_once
     def backward(ctx: Any, saved: Sequence[Any], *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         parameters, call = saved[TENSORS:], Call(*saved[:TENSORS], *ctx.settings)
-        with torch.autocast(call.q.device.type, enabled=False):
-            found = _RuleSweep(ctx.rule, ctx.maps, call).backward(grad_outputs[0], parameters, ctx.needs_input_grad[4:])
+        needed = ctx.needs_input_grad[5:]
+        with torch.autocast(call.q.device.type, enabled=False), _draw_again(ctx.random, call.q.device):
+            found = _RuleSweep(ctx.rule, ctx.maps, call).backward(grad_outputs[0], parameters, needed)
         dq, dk, dv, dbias, dslopes, *dparameters = found
         leaves = dq, dk, dv, None, dbias, dslopes
-        return (*[None] * 4, *leaves, *[None] * (len(call) - len(leaves)), *dparameters)
+        return (*[None] * 5, *leaves, *[None] * (len(call) - len(leaves)), *dparameters)
+
+
+def _read_random_states(device: torch.device) -> list[Tensor]:
+    """States of the generators that a rule may draw from."""
+    states = [torch.get_rng_state()]
+    if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():  # a capture forbids it
+        states.append(torch.cuda.get_rng_state(device))
+    return states
+
+
+@contextmanager
+def _draw_again(states: Sequence[Tensor], device: torch.device) -> Iterator[None]:
+    """Let generators draw from these states on, and go on afterwards as if they had not; without states, do nothing."""
+    of_cpu, of_device = states[:1], states[1:]
+    with torch.random.fork_rng([device] if of_device else [], enabled=bool(states)):
+        for state in of_cpu:
+            torch.set_rng_state(state)
+        for state in of_device:
+            torch.cuda.set_rng_state(state, device)
+        yield
 
 
 class _RuleSweep(Sweep):
@@ -382,7 +454,7 @@ class _RuleSweep(Sweep):
             for x in (self.n, self.position)
         )
         blind = None if self.blind is None else n == 0
-        return Rows(visible, n.clamp(min=1), (position + 1).clamp(min=1)), blind
+        return Rows(visible, n.clamp(min=1), (position + 1).clamp(min=1), columns - rows, part.batch), blind
 
     def _scores(self, s: Tensor, q: Tensor, k: Tensor, part: Part, block: RowBlock) -> Tensor:
         """Fill s; returns it in the rule's layout, `[b, H, R, C]` or `[b, H, maps, R, C]`."""
@@ -394,7 +466,8 @@ class _RuleSweep(Sweep):
         """`[b, H, R, C]` as `[b * Hkv, G * R, C]`, for products with values."""
         return w.reshape(w.shape[0] * self.value_heads, -1, w.shape[-1])
 
-    def forward(self, with_stats: bool) -> tuple[Tensor, ...]:
+    def forward(self, with_stats: bool, listed: Sequence[Tensor] | None) -> tuple[Tensor, ...]:
+        """Output, and `Stats` if requested. listed: the rule's parameters, if it is to be checked for others."""
         heads = self.value_heads * self.group
         result = torch.empty(
             self.batch, heads, self.rows, self.value_width, dtype=self.call.q.dtype, device=self.device
@@ -408,7 +481,9 @@ class _RuleSweep(Sweep):
                 (s,) = self.matrices(scratch, part, block)
                 rows, blind = self._rows(part, block)
                 scores = self._scores(s, q, k, part, block)
-                w, mass = _apply(self.rule, scores, rows, blind, self.call.renormalise)
+                is_first = part is self.parts[0] and block is self.blocks[0]
+                apply = partial(_apply_and_check, listed=listed) if is_first and listed is not None else _apply
+                w, mass = apply(self.rule, scores, rows, blind, self.call.renormalise)
                 place = part.batch, slice(None), block.rows
                 result[place] = torch.bmm(self._flatten_heads(w), v[:, block.keys]).view(*w.shape[:3], -1)
                 if stats is not None:
@@ -444,8 +519,6 @@ class _RuleSweep(Sweep):
                 leaves = [scores, *(parameters[index] for index in wanted)]
                 with torch.enable_grad():
                     w, _ = _apply(self.rule, scores, rows, blind, self.call.renormalise)
-                if part is self.parts[0] and block is self.blocks[0]:
-                    _require_listed(self.rule, w, [scores, *parameters])
                 dw = torch.bmm(do, v[:, block.keys].transpose(1, 2)).view_as(w)
                 dv_part[:, block.keys].baddbmm_(self._flatten_heads(w.detach()).transpose(1, 2), do)
                 none = [None] * len(leaves)  # a rule may ignore its inputs

@@ -22,6 +22,11 @@ def locate_queries(call: Call) -> tuple[Tensor, Tensor]:
     return own, visible
 
 
+def count_tokens(call: Call, own: Tensor) -> Tensor:
+    """0-based position of each query `[B, Lq]` among the tokens that `key_mask` shows, from `locate_queries`' index."""
+    return own if call.key_mask is None else call.key_mask.cumsum(1).gather(1, own.clamp(min=0)) - 1
+
+
 def _distance(own: Tensor, keys: int) -> Tensor:
     return own[:, :, None] - torch.arange(keys, device=own.device)  # [B, Lq, Lk]
 

@@ -99,8 +99,8 @@ class Sweep:
         """Set the positions and visible keys of the rows.
 
         shift `[B]`: how far each sequence's keys move to the end. hidden `[B, Lk]`: keys hidden from all queries, after
-        the move. blind `[B, 1, 1, Lq, 1]`: queries that see no key. position `[B or 1, Lq]`: 0-based, within the
-        document. n `[B or 1, 1, 1, Lq]`: number of visible keys.
+        the move. blind `[B, 1, 1, Lq, 1]`: queries that see no key. position `[B or 1, Lq]`: 0-based, among the
+        document's tokens that are not hidden. n `[B or 1, 1, 1, Lq]`: number of visible keys.
         """
         call = self.call
         column = torch.arange(self.keys, device=self.device)
@@ -118,15 +118,18 @@ class Sweep:
             if self.shift is not None:
                 mask = roll(mask, self.shift)
             self.hidden = ~mask if self.hidden is None else self.hidden | ~mask
-        self.position = own - start
 
         seen_from = start if call.window is None else torch.maximum(start, own - call.window + 1)
         if self.hidden is None:
-            n = own + 1 - seen_from
+            n, self.position = own + 1 - seen_from, own - start
         else:
             counts = torch.nn.functional.pad((~self.hidden).cumsum(-1), (1, 0))
             upper = (own + 1).expand(self.batch, -1)
-            n = counts.gather(1, upper) - counts.gather(1, torch.minimum(seen_from, upper).expand_as(upper))
+            n, before = (
+                counts.gather(1, upper) - counts.gather(1, torch.minimum(first, upper).expand_as(upper))
+                for first in (seen_from, start)
+            )
+            self.position = before - 1
             self.blind = (n == 0)[:, None, None, :, None]
         self.n = n[:, None, None, :].to(self.dtype)
 

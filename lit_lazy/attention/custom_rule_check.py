@@ -4,6 +4,8 @@ The scores include large ones, so that a rule that overflows fails at its first 
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,10 +36,10 @@ def probe_weights(
         with torch.no_grad():
             w = _weights(rule, scores, rows)
             again = _weights(rule, scores, rows)
-            more = Rows(pad(rows.visible, (EXTRA, 0), value=False), rows.n, rows.position)
+            more = replace(rows, visible=pad(rows.visible, (EXTRA, 0), value=False), offset=KEYS - ROWS + EXTRA)
             wider = _weights(rule, pad(scores, (EXTRA, 0), value=HIDDEN), more)[..., EXTRA:]
-            alone = _weights(rule, scores[1:], _map_rows(rows, lambda x: x[-1:]))
-            last = _weights(rule, scores[..., 1:, :], _map_rows(rows, lambda x: x[..., 1:, :]))
+            alone = _weights(rule, scores[1:], _map_rows(rows, lambda x: x[-1:], sequences=slice(1, 2)))
+            last = _weights(rule, scores[..., 1:, :], _map_rows(rows, lambda x: x[..., 1:, :], offset=KEYS - ROWS + 1))
         seen = rows.visible.expand_as(w)
         if not w[seen].isfinite().all():
             problem = f"is not finite for scores of size {size:g}"
@@ -103,12 +105,12 @@ def _make_rows(device: torch.device, dtype: torch.dtype) -> Rows:
     causal = position[:, None] >= torch.arange(KEYS)
     masked = causal & (torch.arange(KEYS) % 3 != 1)
     visible = torch.stack((causal, masked))[:, None].to(device)
-    n = visible.sum(-1, keepdim=True).to(dtype)
-    return Rows(visible, n, (position + 1).view(1, 1, -1, 1).to(device))
+    n = visible.sum(-1, keepdim=True)
+    return Rows(visible, n.to(dtype), n, KEYS - ROWS)
 
 
-def _map_rows(rows: Rows, cut: Callable[[Tensor], Tensor]) -> Rows:
-    return Rows(cut(rows.visible), cut(rows.n), cut(rows.position))
+def _map_rows(rows: Rows, cut: Callable[[Tensor], Tensor], **changes: Any) -> Rows:
+    return replace(rows, visible=cut(rows.visible), n=cut(rows.n), position=cut(rows.position), **changes)
 
 
 def _weights(rule: Rule, scores: Tensor, rows: Rows) -> Tensor:

@@ -7,7 +7,7 @@ window and mask, decoding, statistics, and memory linear in the length.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, ClassVar, Literal, NamedTuple
 
@@ -207,7 +207,7 @@ class NormaliserModule(nn.Module, ABC):
         """`weights` with n and position of the full text."""
         position = rows.position + evicted
         n = position if window is None else position.clamp(max=window)
-        return self.weights(scores, Rows(rows.visible, n.to(rows.n.dtype), position))
+        return self.weights(scores, replace(rows, n=n.to(rows.n.dtype), position=position))
 
     def probe(
         self, heads: int, head_dim: int, d_model: int, device: torch.device, dtype: torch.dtype = torch.float32

@@ -207,6 +207,9 @@ class TestOperators:
         opcheck(ops._forward, (*leaves, *call[LEAVES:], True, True))
         opcheck(ops._forward, (*call, False, False))
         _, sums, _ = ops._forward(*call, True, False)
+        channels_first = (x.mT.contiguous().mT for x in call[:3])
+        call = Call(*channels_first, *call[3:])
+        opcheck(ops._forward, (*call, True, True))
         dlse = torch.zeros(case.q.shape[:3])
         for rest in ((None, False, False), (dlse, case.bias is not None, call.slopes is not None)):
             opcheck(ops._backward, (*call, sums, make_noise(case), *rest))

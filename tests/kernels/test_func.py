@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.func import grad, hessian, jacrev, jvp, vmap
 
@@ -160,6 +161,21 @@ def test_a_dual_number_is_refused_with_the_way_out():
         for call in (lambda: lazy_attention(dual, q, q, tau), lambda: rule_attention(lambda s, _: s, dual, q, q)):
             with pytest.raises(NotImplementedError, match=FORWARD):
                 call()
+
+
+def test_lengths_may_be_mapped_or_without_values():
+    q, k = torch.randn(2, 1, 2, 3, 8), torch.randn(1, 2, 9, 8)
+    lengths, tau = torch.tensor([[7], [4]]), torch.ones(2)
+
+    def attend_to(backend):
+        return lambda q, lengths: lazy_attention(q, k, k, tau, kv_lengths=lengths, backend=backend)
+
+    expected = torch.stack([attend_to("reference")(*pair) for pair in zip(q, lengths, strict=True)])
+    torch.testing.assert_close(torch.vmap(attend_to("reference"))(q, lengths), expected)
+    with pytest.raises(ValueError, match="kv_lengths is mapped by vmap; share it"):
+        torch.vmap(attend_to("chunked"))(q, lengths)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        assert attend_to("chunked")(mode.from_tensor(q[0]), mode.from_tensor(lengths[0])).shape == q[0].shape
 
 
 @pytest.mark.parametrize("backend", ["auto", "reference", "chunked"])

@@ -101,6 +101,13 @@ def test_padded_sequences_equal_single_ones(model, ids, side):
         assert torch.equal(together, model.generate(short, **options)[0, -4:])
 
 
+@pytest.mark.parametrize("asked", [{"softcap": 30.0}, {"s_aux": torch.ones(4)}, {"dropout": 0.1}, {"is_causal": False}])
+def test_what_the_attention_cannot_do_is_refused(example, asked):
+    q = torch.randn(1, 4, 3, 8)
+    with pytest.raises(ValueError, match=f"lazy attention has no {next(iter(asked))}"):
+        example.lazy_attention_forward(torch.nn.Module(), q, q, q, None, scaling=1.0, **asked)
+
+
 def test_an_unsupported_cache_is_an_error(model, ids):
     packed = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]]).expand(2, -1)
     for call in (

@@ -81,8 +81,26 @@ def test_a_cache_serves_one_layer_and_may_be_copied():
     torch.testing.assert_close(moved(x[:, 9:], kept), layer(x[:, 9:], cache))
 
 
-def test_a_left_padded_sequence_equals_itself_without_padding():
-    layer, x = make(reach=5), tokens()
+@torch.no_grad()
+def test_a_cache_keeps_only_the_window_and_takes_nothing_of_a_refused_call():
+    layer, x, cache = make(window=4), tokens(), KeyValueCache()
+    for token in x[:, :-1].split(1, dim=1):
+        layer(token, cache)
+        cache.dropped += cache.keys[:, :, :-3].shape[2]
+        cache.keys, cache.values = cache.keys[:, :, -3:], cache.values[:, :, -3:]
+    with pytest.raises(ValueError, match="key_mask is"):
+        layer(x[:, -1:], cache, key_mask=torch.ones(2, 1, dtype=torch.bool))
+    assert cache.length == 9
+    torch.testing.assert_close(layer(x[:, -1:], copy.deepcopy(cache)), layer(x)[:, -1:])
+    with pytest.raises(ValueError, match="cache has dropped 6 tokens; threshold 'per_token' needs all of them"):
+        make(threshold="per_token", context_length=9)(x[:, -1:], copy.deepcopy(cache))
+
+
+@pytest.mark.parametrize("settings", [{"reach": 5}, {"threshold": "per_token", "context_length": 9}])
+@pytest.mark.parametrize("backend", ["auto", "chunked", "reference"])
+def test_a_left_padded_sequence_equals_itself_without_padding(settings, backend):
+    layer, x = make(backend=backend, **settings), tokens()
+    nn.init.uniform_(layer.tau, -2, 2)
     mask = torch.arange(10).expand(2, 10) >= torch.tensor([[0], [3]])
     torch.testing.assert_close(layer(x, key_mask=mask)[1, 3:], layer(x[1:, 3:])[0], rtol=1e-5, atol=1e-6)
 
@@ -149,6 +167,7 @@ def test_the_names_without_weight_decay_are_its_own_and_outlive_a_copy():
         ({"x": torch.zeros(2, 10, 16)}, r"x is \[2, 10, 16\]; give \[batch, tokens, 32\]"),
         ({"x": torch.zeros(3, 1, 32)}, "cache has a batch of 2 and x of 3; give each batch its own cache"),
         ({"cache": {}}, "cache is dict; give a flash_lazy.KeyValueCache"),
+        ({"threshold": "constant"}, "tau is 1.0 and threshold 'constant'; give less than 1, which no weight exceeds"),
     ],
 )
 def test_an_invalid_argument_is_named(settings, message):

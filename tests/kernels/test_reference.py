@@ -50,11 +50,8 @@ def naive_attention(case):
         here += r - rows  # index of the row's own key
         start = max((cut for cut in cuts if cut <= here), default=0)
         window = options.get("window") or keys
-        seen = [
-            j
-            for j in range(keys)
-            if start <= j <= here and here - j < window and ("key_mask" not in options or options["key_mask"][b, j])
-        ]
+        shown = [j for j in range(start, here + 1) if "key_mask" not in options or options["key_mask"][b, j]]
+        seen = [j for j in shown if here - j < window]
         if not seen:
             continue
         for h in range(heads):
@@ -71,7 +68,7 @@ def naive_attention(case):
                 case "per_query":
                     theta = tau[h] / len(seen)
                 case "per_token":
-                    theta = tau[h, min(here - start + 1, tau.shape[1]) - 1] / len(seen)
+                    theta = tau[h, min(len(shown), tau.shape[1]) - 1] / len(seen)
                 case "seq_len":
                     theta = tau[h] / options["context_length"]
                 case "constant":

@@ -61,10 +61,15 @@ def test_a_rule_of_two_maps_combines_the_halves_of_queries_and_keys(backend):
     torch.testing.assert_close(found, halves[0] - halves[1] / 2)
 
 
-@pytest.mark.parametrize("backend", ["reference", "chunked"])
-def test_the_rows_say_where_they_stand(backend, monkeypatch):
+@pytest.fixture
+def small_blocks(monkeypatch):
     monkeypatch.setattr(tiling, "BLOCK_ELEMENTS_CPU", 40)
     monkeypatch.setattr(tiling, "FULL_ROWS", 2)
+
+
+@pytest.mark.parametrize("backend", ["reference", "chunked"])
+@pytest.mark.usefixtures("small_blocks")
+def test_the_rows_say_where_they_stand(backend):
     seen = []
 
     def note(scores, rows):
@@ -102,19 +107,81 @@ def test_no_rule_can_show_a_row_its_future(rule, backend):
     assert torch.equal(before[:, :, :5], after[:, :, :5])
 
 
-@pytest.mark.parametrize("known", ["nothing", "another", "made of it"])
-def test_a_tensor_that_would_get_no_gradient_is_refused(known):
-    scale, other, q = (x.clone().requires_grad_() for x in (torch.ones(4, 1, 1), torch.ones(1), Q))
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        ((), "<lambda> uses a tensor that was computed before it, by DivBackward0, from one that"),
+        (("scale",), "<lambda> uses a tensor that was computed before it"),
+        (("half", "scale"), "parameters has a tensor and another one that was computed from it; list only"),
+        ("half", "parameters is a torch.Tensor; give a list of tensors"),
+        (("half", "half"), ""),
+    ],
+)
+@pytest.mark.parametrize("frozen", [True, False])
+def test_a_parameter_gets_its_gradient_or_is_refused(names, message, frozen):
+    scale = torch.ones(4, 1, 1, requires_grad=True)
     half = scale / 2
-    listed = {"nothing": [], "another": [other], "made of it": [half]}[known]
-    out = rule_attention(lambda s, _: (s * half * other.detach()).softmax(-1), q, K, V, parameters=listed)
-    if known == "made of it":
-        out.sum().backward()
-        assert scale.grad is not None
-        assert scale.grad.any()
+    tensors = {"scale": scale, "half": half}
+    parameters = tensors[names] if isinstance(names, str) else (tensors[name] for name in names)
+
+    def differentiate(backend, parameters):
+        q = Q.clone().requires_grad_(not frozen)
+        out = rule_attention(lambda s, _: (s * half).softmax(-1), q, K, V, parameters=parameters, backend=backend)
+        return torch.autograd.grad(out.square().sum(), scale, retain_graph=True)[0]
+
+    if message:
+        with pytest.raises((ValueError, TypeError), match=f"^{message}"):
+            differentiate("chunked", parameters)
         return
+    torch.testing.assert_close(differentiate("chunked", parameters), differentiate("reference", []))
+
+
+def test_a_leaf_that_would_get_no_gradient_is_refused():
+    scale = torch.ones(4, 1, 1, requires_grad=True)
     with pytest.raises(ValueError, match=r"^<lambda> uses a tensor \[4, 1, 1\] that requires a gradient and would get"):
-        out.sum().backward()
+        rule_attention(lambda s, _: (s * scale).softmax(-1), Q, K, V)
+
+
+@pytest.mark.usefixtures("small_blocks")
+def test_both_passes_draw_the_same_numbers():
+    """The output is linear in the values, so their product with its gradient is the output."""
+    v = V.clone().requires_grad_()
+    out = rule_attention(lambda s, _: torch.dropout(s.softmax(-1), 0.5, train=True), Q, K, v).sum()
+    next_number, (dv,) = torch.rand(1), torch.autograd.grad(out, v)
+    torch.testing.assert_close((dv * v).sum(), out)
+    assert not torch.equal(torch.rand(1), next_number)
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("backend", ["reference", "chunked"])
+@pytest.mark.parametrize(
+    "options",
+    [{"window": 3}, {"kv_lengths": torch.tensor([9, 7])}, {"key_mask": torch.arange(9).expand(2, -1) > 1}, {"maps": 2}],
+    ids=lambda x: "-".join(x),
+)
+def test_a_rule_knows_distances_and_sequences(options, backend):
+    slopes, strength = draw(4).abs(), torch.tensor([0.5, 2.0], dtype=torch.float64)
+
+    def rule(scores, rows):
+        shape = -1, *[1] * (scores.dim() - 1)
+        far = rows.distance * slopes.view(4, *[1] * (scores.dim() - 2))
+        weights = ((scores - far) * strength[rows.sequences].view(shape)).softmax(-1)
+        return weights if weights.dim() == 4 else weights.mean(2)
+
+    def known(scores, _):
+        weights = torch.stack([(x * by).softmax(-1) for x, by in zip(scores, strength, strict=True)])
+        return weights if weights.dim() == 4 else weights.mean(2)
+
+    found = rule_attention(rule, Q, K, V, backend=backend, **options)
+    torch.testing.assert_close(found, rule_attention(known, Q, K, V, slopes=slopes, backend="reference", **options))
+
+
+def test_it_needs_no_default_dtype():
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert rule_attention(softmax, Q.float(), K.float(), V.float()).dtype == torch.float32
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def naughty(scores, _):

@@ -50,7 +50,9 @@ struct Head {
     int64_t first = first_seen(row), end = own(row) + 1;
     return mask ? seen_before[end] - seen_before[first] : end - first;
   }
-  int64_t tau_entry(int64_t row) const { return threshold == PER_TOKEN ? std::min(own(row), tau_columns - 1) : 0; }
+  // Of a row that is not blind: unmasked keys before its own one, counted from 0.
+  int64_t position(int64_t row) const { return mask ? std::max<int64_t>(seen_before[own(row) + 1] - 1, 0) : own(row); }
+  int64_t tau_entry(int64_t row) const { return threshold == PER_TOKEN ? std::min(position(row), tau_columns - 1) : 0; }
   float divisor(int64_t row) const {
     if (threshold == SEQ_LEN) return float(context_length);
     return threshold == CONSTANT ? 1.f : float(std::max<int64_t>(count_seen(row), 1));

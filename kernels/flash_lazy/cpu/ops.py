@@ -258,11 +258,11 @@ _forward.register_autograd(_operator_gradients, setup_context=_setup_context)
 @_forward.register_fake
 def _(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     *call, training, with_stats = arguments
-    call = Call(*call)
+    call = prepare_layout(Call(*call))
     return _fill_absent(call, *_forward_buffers(call, training, with_stats))
 
 
 @_backward.register_fake
 def _(*arguments: Any) -> tuple[Tensor, ...]:
     *call, _sums, _grad, _dlse, with_bias, with_slopes = arguments
-    return _backward_buffers(Call(*call), with_bias, with_slopes)
+    return _backward_buffers(prepare_layout(Call(*call)), with_bias, with_slopes)

@@ -178,7 +178,7 @@ def _backpropagate(
     *tensors, out, softmax, mass = ctx.saved_tensors
     call, needed = Call(*tensors, *ctx.settings), ctx.needs_input_grad
     if not softmax.numel():  # of a program that was recorded without gradients
-        whole, softmax, mass, *_ = forward(*call, True, False)
+        whole, softmax, mass = forward(*call, True, False)[:3]
         out = None if out is None else whole
     grad = torch.zeros_like(call.q) if grad is None else grad
     dlse = None if dsoftmax is None else dsoftmax[0] / LN2

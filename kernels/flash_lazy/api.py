@@ -104,8 +104,8 @@ def lazy_attention(
     The output is `sum_j max(p_j - theta, 0) v_j`, where p is the softmax of
     `q.k * scale + bias[distance] - slopes * distance` over the keys that the query sees. Queries are aligned to the end
     of the keys: row r has the 1-based position `kv_lengths[b] - Lq + r + 1` (Lk without kv_lengths), counted within
-    its document under cu_seqlens, and without the keys that key_mask hides. A row that sees no key, or whose weights are all clipped, is exactly zero. Only
-    `reference` supports higher-order gradients.
+    its document under cu_seqlens, and without keys that key_mask hides. A row that sees no key, or whose weights are
+    all clipped, is exactly zero. Only `reference` supports higher-order gradients.
 
     Under torch.autocast q, k and v are cast to its dtype, as in torch's own attention; tau, bias and slopes are not.
 

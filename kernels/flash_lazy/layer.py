@@ -102,9 +102,7 @@ class LazyAttention(nn.Module):
         if rope_base is not None and self.head_dim % 2:
             raise ValueError(f"rope_base is {rope_base} and head_dim {self.head_dim}; give an even head_dim, or None")
         if threshold == "constant" and tau >= 1:
-            raise ValueError(
-                f"tau is {tau} and threshold 'constant'; give less than 1, which no weight exceeds"
-            )
+            raise ValueError(f"tau is {tau} and threshold 'constant'; give less than 1, which no weight exceeds")
         if (context_length is None) != (threshold not in ("seq_len", "per_token")):
             raise ValueError(f"threshold is {threshold!r} and context_length {context_length}; give both, or neither")
         self.width, self.rope_base, self.initial_tau = width, rope_base, tau

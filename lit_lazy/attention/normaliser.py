@@ -106,8 +106,6 @@ class NormaliserModule(nn.Module, ABC):
     can_zero: whether a visible key can get a weight of exactly 0, so that sparsity is defined.
     signed: whether weights can be negative, so that entropy, sparsity and shares are undefined.
     unit_length: whether the layer scales queries and keys of each map to length 1.
-    relative: whether `weights` ignores `rows.position`, so that left padding changes nothing and prompts of unequal
-    lengths can be decoded together.
     """
 
     lr_scale: float = 1.0
@@ -115,7 +113,6 @@ class NormaliserModule(nn.Module, ABC):
     can_zero: bool = False
     signed: bool = False
     unit_length: bool = False
-    relative: bool = False
     _probed = False
 
     @abstractmethod
@@ -262,8 +259,6 @@ class FixedRule(Normaliser, ABC):
 
 
 class _FixedRule(NormaliserModule):
-    relative = True
-
     def __init__(self, spec: FixedRule, shape: LayerShape) -> None:
         super().__init__()
         self.spec, self.shape, self.can_zero = spec, shape, spec.can_zero
@@ -284,8 +279,6 @@ class Softmax(Normaliser):
 
 class SoftmaxModule(NormaliserModule):
     """Softmax of the scores."""
-
-    relative = True
 
     def weights(self, scores: Tensor, rows: Rows) -> Tensor:  # noqa: ARG002
         return scores.softmax(-1)
@@ -397,7 +390,6 @@ class _Elastic(NormaliserModule):
     def __init__(self, spec: Elastic, n_heads: int, context_length: int) -> None:
         super().__init__()
         self.spec, self.threshold, self.lr_scale = spec, spec.threshold, spec.tau_lr_scale
-        self.relative = spec.threshold != "per_token"
         self.context_length = context_length if spec.threshold == "seq_len" else None
         shape = (n_heads, context_length) if spec.threshold == "per_token" else (n_heads,)
         trained = spec.learn_tau and (spec.tau_ramp == 0 or spec.learn_after_ramp)

@@ -72,8 +72,6 @@ class SinkLogit(Normaliser):
 class _Sink(NormaliserModule):
     """Softmax of the scores and one more logit, without the latter's weight: softmax times sigmoid(lse - sink)."""
 
-    relative = True
-
     def __init__(self, sink: Tensor, learned: bool) -> None:
         super().__init__()
         self.sink = nn.Parameter(sink, requires_grad=learned)
@@ -170,7 +168,7 @@ class Thresholded(Normaliser):
 
 
 class _Thresholded(NormaliserModule):
-    can_zero = relative = unit_length = True
+    can_zero = unit_length = True
 
     def __init__(self, spec: Thresholded, shape: LayerShape) -> None:
         super().__init__()
@@ -287,7 +285,7 @@ class ASEntmax(Normaliser):
 
 
 class _ASEntmax(NormaliserModule):
-    can_zero = relative = True
+    can_zero = True
 
     def __init__(self, shape: LayerShape) -> None:
         super().__init__()
@@ -372,7 +370,7 @@ class AffineScaled(Normaliser):
 class _AffineScaled(NormaliserModule):
     """Attention by softmax and even attention, mixed row by row."""
 
-    signed = relative = True
+    signed = True
     mean: Tensor
     seen: Tensor
 
@@ -456,7 +454,7 @@ def lambda_init(layer: int) -> float:
 
 class _Differential(NormaliserModule, SelfInitialised):
     maps = 2
-    signed = relative = True
+    signed = True
 
     def __init__(self, shape: LayerShape) -> None:
         super().__init__()

@@ -44,8 +44,8 @@ class Generation:
     """Iterator over the tokens that continue some prompts; afterwards holds memory statistics.
 
     Prompts are decoded in one batch, shorter ones with masked padding on the left, so that results are those of single
-    prompts up to rounding. Models that depend on padding (learned positions, threshold per_token, eviction) decode only
-    prompts of equal length together.
+    prompts up to rounding. With positions that depend on padding, or eviction, only prompts of equal length are decoded
+    together.
     """
 
     def __init__(
@@ -86,8 +86,8 @@ class Generation:
         layers = self.model.attentions
         if not layers:
             return False
-        relative = self.model.position.relative and all(layer.normaliser.relative for layer in layers)
-        return relative and self.eviction is None and all(layer.backend != "triton" for layer in layers)
+        fused = any(layer.backend == "triton" for layer in layers)
+        return self.model.position.relative and self.eviction is None and not fused
 
     @property
     def most_cache_bytes(self) -> int:

@@ -81,23 +81,6 @@ class _Attention(Attention):
         self.config = config
 
     def attend(self, call: AttentionCall) -> tuple[Tensor, Any]:
-        """Where a rule depends on positions, a text's padding is cut off, so that it has no effect."""
-        if call.key_mask is None or self.normaliser.relative:
-            return self._attend(call)
-        out = torch.zeros_like(call.q)
-        wide = torch.promote_types(out.dtype, torch.float32)
-        weights = out.new_zeros(*out.shape[:3], call.k.shape[2], dtype=wide) if call.with_stats else None
-        for text, seen in enumerate(call.key_mask):
-            rows, one = seen[-call.q.shape[2] :], slice(text, text + 1)
-            if rows.any():
-                q, k, v = call.q[one, :, rows], call.k[one, :, seen], call.v[one, :, seen]
-                cut = call._replace(q=q, k=k, v=v, x=call.x[one, rows], key_mask=None)  # type: ignore[index]
-                out[one, :, rows], w = self._attend(cut)
-                if weights is not None:
-                    weights[text][:, rows.nonzero(), seen.nonzero()[:, 0]] = w[0]
-        return out, weights
-
-    def _attend(self, call: AttentionCall) -> tuple[Tensor, Any]:
         rule, eager = self.normaliser, self.config._attn_implementation == "eager"
         weights = rule.compute_weights(call).w if call.with_stats else None
         call = call._replace(q=rule.queries(call), with_stats=False)

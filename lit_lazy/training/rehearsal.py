@@ -72,10 +72,10 @@ def _iter_passes(model: DecoderLM, tokens: Tensor, documents: bool) -> Iterator[
     yield "decoding with a cache gives other logits than one pass; mind the offset of the tokens", torch.cat(decoded, 1)
     if not model.attentions:
         return
-    if model.position.relative and all(layer.normaliser.relative for layer in model.attentions):
+    if model.position.relative:
         mask = pad(torch.ones_like(tokens, dtype=torch.bool), (1, 0))
         shifted = model(pad(tokens, (1, 0)), key_mask=mask)[:, 1:]
-        yield "declares relative = True, but logits depend on the position of the text; declare False", shifted
+        yield "logits depend on the padding before a text; declare relative = False of a position that does", shifted
     if documents:
         place = torch.cat((torch.zeros(1, dtype=torch.int64), torch.arange(length))).expand(rows, -1)
         packed = model(pad(tokens, (1, 0)), place=place)[:, 1:]

@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from lit_lazy.attention import Bias, BiasTerms, Gate, GateModule, Mixer, MixerModule, Normaliser, Position
+from lit_lazy.attention import Bias, BiasTerms, Gate, GateModule, Mixer, MixerModule, Position
 from lit_lazy.attention.bias import BiasModule
-from lit_lazy.attention.normaliser import SoftmaxModule
 from lit_lazy.attention.position import PositionModule
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.serialisation import replace_at
@@ -73,7 +72,7 @@ POSITIONS = {
     "": lambda x, places: places,  # noqa: ARG005
     LATER: lambda x, places: places / x.shape[1],
     DECODED: lambda x, places: torch.arange(x.shape[1]),  # noqa: ARG005
-    "declares relative = True, but logits depend": lambda x, places: places,  # noqa: ARG005
+    "declare relative = False": lambda x, places: places,  # noqa: ARG005
 }
 
 
@@ -239,25 +238,6 @@ class Unbuilt(Position):
         raise RuntimeError("no table")
 
 
-class AbsoluteModule(SoftmaxModule):
-    relative = True
-
-    def lazy_threshold(self):
-        return None
-
-    def fused(self, call):  # noqa: ARG002
-        return None
-
-    def weights(self, scores, rows):
-        return scores.softmax(-1) / rows.position
-
-
-@dataclasses.dataclass(frozen=True)
-class Absolute(Normaliser):
-    def build(self, shape):  # noqa: ARG002
-        return AbsoluteModule()
-
-
 def outline(changes: dict[str, Any]) -> RunConfig:
     cfg = replace_at(TINY, changes)
     prepare_outline(cfg)
@@ -269,7 +249,6 @@ def test_each_training_with_a_users_part_is_rehearsed() -> None:
     for changes, said in (
         ({"model.attention.gate": OwnGated(LATER)}, LATER),
         ({"model.attention.gate": NoModule()}, "NoModule.build returns a function; return a GateModule"),
-        ({"model.attention.normaliser": Absolute(), "model.attention.gate": OwnGated("")}, "declares relative"),
         ({"model.position": Unbuilt()}, "^model: RuntimeError .test_rehearsal.py, line .*: no table"),
         ({"train.schedule": OwnSchedule("changes from call to call")}, "changes from call to call"),
     ):

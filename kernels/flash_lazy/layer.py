@@ -18,7 +18,7 @@ PRECISE = (torch.float32, torch.float64)
 class KeyValueCache:
     """Keys and values of the tokens so far, `[B, Hkv, L, D]`; None before the first.
 
-    dropped: number of tokens that were cut off at their beginning, to which whoever cuts adds.
+    dropped: number of tokens that were cut off at the beginning of both; whoever cuts them off adds them here.
     layer: the layer that has filled it, which no other may. A copy or pickle has none: it is for the next that uses it.
     """
 

@@ -33,7 +33,8 @@ from .vmap import is_transformed
 
 HIDDEN = -1e30
 """Score of a hidden key: finite, because -inf times 0 is NaN, and so low that its exponential is 0."""
-_NO_TAU = torch.zeros(1, dtype=torch.float32, device="cpu")
+_NO_TAU = torch.zeros(1)
+"""Stands for the tau of a rule's call, until the number of heads is known."""
 
 
 @dataclass(frozen=True)
@@ -238,7 +239,7 @@ def _prepare(call: Call, maps: int) -> Call:
         if q.shape[-1] % maps:
             raise ValueError(f"maps is {maps} and q has width D = {q.shape[-1]}; give a D that is divisible by maps")
         scale = (q.shape[-1] // maps) ** -0.5 if call.scale is None else call.scale
-        call = call._replace(tau=_NO_TAU.to(q.device).expand(q.shape[1]), scale=scale)
+        call = call._replace(tau=torch.zeros(q.shape[1], dtype=torch.float32, device=q.device), scale=scale)
     return prepare(call)
 
 

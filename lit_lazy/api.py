@@ -213,11 +213,13 @@ class Model:
         return measure(self.decoder, sample_validation(self._load_data(), sequences), sample=sequences)
 
     def with_(self, changes: Mapping[str, Any]) -> "Model":
-        """The model under other settings, on its weights where name and shape match; new ones start as in training.
+        """The model under other settings, on its weights where name, shape and class of the part match.
 
-        changes: values by dotted path of `config`, below `model` or `data`. The weights are shared, so training one
-        model changes the other. A warning names untrained parameters. Raises ValueError, in one line, for an unknown
-        path or a value that does not fit.
+        New ones start as in training; a warning names untrained ones. The weights are shared, so training one model
+        changes the other.
+
+        changes: values by dotted path of `config`, below `model` or `data`. Raises ValueError, in one line, for an
+        unknown path or a value that does not fit.
 
         >>> from lit_lazy.attention import Elastic
         >>> model = load(train("backcopy_tiny").checkpoint)

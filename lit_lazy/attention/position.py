@@ -38,8 +38,8 @@ class PositionModule(nn.Module):
         """Whether `rotation` is applied in a layer, counted from 0."""
         return True
 
-    def keeps_rotation(self, length: int) -> bool:  # noqa: ARG002
-        """Whether a text of `length` tokens is rotated as one that is a token shorter, so that a cache still holds."""
+    def keeps_rotation(self, shorter: int, longer: int) -> bool:  # noqa: ARG002
+        """Whether texts of these lengths are rotated alike, so that a cache of the one serves the other."""
         return True
 
     def compute_angles(self, length: int) -> Tensor | None:
@@ -189,9 +189,8 @@ class _Rope(PositionModule):
         self.relative = torch.equal(of_short, of_endless)
         self.register_buffer("frequency", of_short.float().to(torch.get_default_device()), persistent=False)
 
-    def keeps_rotation(self, length: int) -> bool:
-        shorter, longer = (self.cfg.scaling.scale(self.unscaled, n) for n in (length - 1, length))
-        return torch.equal(shorter, longer)
+    def keeps_rotation(self, shorter: int, longer: int) -> bool:
+        return torch.equal(*(self.cfg.scaling.scale(self.unscaled, length) for length in (shorter, longer)))
 
     def rotates(self, layer: int) -> bool:
         every = self.cfg.skip_every

@@ -182,7 +182,7 @@ class RunConfig(CheckedFields, prefix=""):
     seed: NonNegativeInt = 0
     """Seed of the initial weights and of the batch order."""
     init_from: str | None = None
-    """Checkpoint whose weights initialise the model where name and shape match; None for none."""
+    """Checkpoint whose weights initialise the model where name, shape and class of the part match; None for none."""
     evaluations: tuple[Evaluation, ...] = ()
     """Measurements of the final model in addition to the usual metrics."""
     diagnosed_sequences: PositiveInt = 64

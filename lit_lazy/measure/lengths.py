@@ -44,6 +44,12 @@ def loss_by_position(model: DecoderLM, batch: Batch, eviction: Eviction | None =
     instead of those of the keys in the cache. Raises a one-line ValueError if the model does not support this.
     """
     tokens, targets = batch["tokens"].to(model.device), select_first_documents(batch)[1].to(model.device)
+    if eviction is None and not model.position.keeps_rotation(1, tokens.shape[1]):
+        # A part of a text would be rotated as a shorter text, so sequences are divided instead.
+        rows = max(1, limit_tokens(model) // tokens.shape[1])
+        with evaluation_mode(model):
+            nll = [token_nll(model(x), y) for x, y in zip(tokens.split(rows), targets.split(rows), strict=True)]
+        return torch.cat(nll).double().sum(0) / (targets != IGNORED).sum(0)
     cache = model.new_cache(eviction)
     step = max(1, limit_tokens(model) // len(tokens))
     parts = [piece for part in cache[0].split_tokens(tokens) for piece in part.split(step, 1)]

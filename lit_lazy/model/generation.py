@@ -125,7 +125,7 @@ class Generation:
                 break
             tokens = found[:, None]
             read = torch.cat((read, tokens), 1)
-            if self.eviction is None and not self.model.position.keeps_rotation(read.shape[1]):
+            if self.eviction is None and not self.model.position.keeps_rotation(read.shape[1] - 1, read.shape[1]):
                 cache, tokens = self.model.new_cache(), read
             mask = None if mask is None else torch.nn.functional.pad(mask, (0, 1), value=True)
         self.evicted += len(batch) * cache[0].evicted

@@ -36,7 +36,7 @@ class LitLazyConfig(PreTrainedConfig):
     """Sizes, and attention and positions under lit-lazy's names: {"normaliser": {"class": "Elastic", ...}, ...}."""
 
     model_type = "lit_lazy"
-    keys_to_ignore_at_inference = (CACHE,)
+    keys_to_ignore_at_inference = [CACHE]  # noqa: RUF012 - transformers adds it to a list
 
     vocab_size: int = 256
     hidden_size: int = 64
@@ -126,6 +126,10 @@ class LitLazyForCausalLM(PreTrainedModel, GenerationMixin):
         self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         for module in self.modules():
             module._non_persistent_buffers_set.clear()  # transformers leaves what no file holds empty
+            for name, x in [*module.named_parameters(recurse=False)]:
+                if not x.requires_grad:  # which transformers' loading would forget
+                    delattr(module, name)
+                    module.register_buffer(name, x.data)
         self._keep_in_fp32_modules_strict = [*self._get_exact()]
         self.post_init()
 
@@ -144,6 +148,15 @@ class LitLazyForCausalLM(PreTrainedModel, GenerationMixin):
             return x.to(moved.device) if kept else moved
 
         return super()._apply(keep_exact, recurse)
+
+    def _require_one_rotation(self, position_ids: Tensor, is_cached: bool) -> None:
+        """Raise ValueError if positions whose frequencies depend on the length need several in one pass."""
+        lengths = position_ids.amax(-1) + 1
+        shortest, longest = int(lengths.min()), int(lengths.max())
+        if not self.position.keeps_rotation(shortest, longest):
+            raise ValueError(f"input_ids: texts of {shortest} and {longest} tokens rotate otherwise; give each alone")
+        if is_cached and not self.position.keeps_rotation(longest - position_ids.shape[-1], longest):
+            raise ValueError(f"{CACHE}: its keys are not rotated as {longest} tokens need; give use_cache=False")
 
     def get_input_embeddings(self) -> nn.Module:
         return self.embedding
@@ -203,6 +216,8 @@ class LitLazyForCausalLM(PreTrainedModel, GenerationMixin):
         if position_ids is None:
             counted = torch.ones(1, past + length, device=x.device) if mask is None else mask
             position_ids = (counted.cumsum(-1) - 1).clamp(min=0)[:, past:].long()
+        if not self.position.relative:
+            self._require_one_rotation(position_ids, past > 0)
         self.position.embed(x[:1, :1], int(position_ids.max()))  # says that a text is too long, if it is
         x = self.position.embed(x, 0, position_ids)
         turn = self.position.rotation(length, 0, position_ids)

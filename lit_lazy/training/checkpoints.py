@@ -13,7 +13,7 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 
 from lit_lazy.config.checkpoint_file import FORMAT, read_checkpoint
 from lit_lazy.config.overrides import apply_overrides
-from lit_lazy.config.schema import RunConfig
+from lit_lazy.config.schema import ModelConfig, RunConfig
 from lit_lazy.config.serialisation import UnknownClassError, from_dict, to_dict
 from lit_lazy.config.user_classes import has_user_classes, iter_user_classes
 from lit_lazy.data import DataConfig, DataSource
@@ -152,7 +152,9 @@ def require_changeable(paths: Iterable[str]) -> None:
 
 
 def change_model(module: LitLM, cfg: RunConfig) -> LitLM:
-    """The module with the model of another config, on its own weights where name and shape match; these are shared.
+    """The module with the model of another config, on its own weights where name, shape and class of the part match.
+
+    These are shared.
 
     All other parameters, such as a new tau or bias, have their initial values; a warning names them. Raises a one-line
     ValueError if one of SIZES or a first value (`CheckedFields.first_values`) differs, if a trained parameter would
@@ -170,9 +172,10 @@ def change_model(module: LitLM, cfg: RunConfig) -> LitLM:
     changed = LitLM.create(cfg, module.hparams["vocab_size"], module.hparams["context_length"])
     source = module.model.state_dict()
     target = dict(chain(changed.model.named_parameters(), changed.model.named_buffers()))
-    matching = {name for name, x in target.items() if name in source and source[name].shape == x.shape}
+    common = _iter_common(module.cfg.model, source, cfg.model, target)
+    matching = {name for name in common if source[name].shape == target[name].shape}
     parameters = dict(changed.model.named_parameters()).keys()
-    for name in sorted((source.keys() & parameters) - matching):
+    for name in sorted((common & parameters) - matching):
         problem = f"is trained with the shape {list(source[name].shape)}, not {list(target[name].shape)}"
         raise ValueError(f"{name}: {problem}; leave the setting that changes it, or train anew")
     positions = {f"position.{name}" for name, _ in changed.model.position.named_parameters()}
@@ -186,6 +189,14 @@ def change_model(module: LitLM, cfg: RunConfig) -> LitLM:
     return changed
 
 
+def _iter_common(before: ModelConfig, source: Iterable[str], after: ModelConfig, target: Iterable[str]) -> set[str]:
+    """Names of tensors that two models have, without those of parts of another class, which mean something else."""
+    changes = list_changes(before, after, "model")
+    replaced = [path for path, name, old, new in changes if type(getattr(old, name)) is not type(getattr(new, name))]
+    parts = [f"{path.removeprefix('model')}." for path in replaced]  # such as `.attention.gate.`
+    return {name for name in {*source} & {*target} if not any(part in f".{name}" for part in parts)}
+
+
 def _find_tokenizer(data: dict[str, Any], folder: Path) -> None:
     """Point the data's settings to the tokeniser beside an imported model's checkpoint, wherever that was moved."""
     beside = folder / TOKENIZER
@@ -194,7 +205,7 @@ def _find_tokenizer(data: dict[str, Any], folder: Path) -> None:
 
 
 def load_matching_weights(module: LitLM, path: Path) -> str:
-    """Load the weights of a checkpoint that match a module's by name and shape. Returns a one-line summary.
+    """Load the weights of a checkpoint that match a module's (`_load_matching`). Returns a one-line summary.
 
     With distillation the checkpoint's model becomes the module's teacher.
 
@@ -223,10 +234,14 @@ def check_matching_weights(path: Path, cfg: RunConfig, data: Outline) -> None:
 def _load_matching(
     path: Path, cfg: RunConfig, model: DecoderLM, frozen: set[str]
 ) -> tuple[DecoderLM, dict[str, torch.Tensor]]:
-    """The model of a checkpoint, and those of its weights that match one of `model`, of `cfg`, by name and shape."""
+    """The model of a checkpoint, and those of its weights that match one of `model`, of `cfg`.
+
+    Their names, shapes and the classes of the parts that have them are equal.
+    """
     loaded = load(path)
     source, target = loaded.model.state_dict(), model.state_dict()
-    matching = {name: value for name, value in source.items() if name in target and target[name].shape == value.shape}
+    common = _iter_common(loaded.cfg.model, source, cfg.model, target)
+    matching = {name: value for name, value in source.items() if name in common and target[name].shape == value.shape}
     if not matching:
         raise ValueError(f"init_from={str(path)!r}: none of its weights matches the model by name and shape; omit it")
     new = [f".{name}" for name in target.keys() - matching.keys()]

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from lit_lazy.attention import AttentionSpec, Elastic, Eviction, LearnedAbsolute, LearnedBias, Softmax
+from lit_lazy.attention import AttentionSpec, Elastic, Eviction, LearnedAbsolute, LearnedBias, Rope, Softmax
+from lit_lazy.attention.position import DynamicScaling
 from lit_lazy.config.schema import ModelConfig
 from lit_lazy.measure import diagnostics
 from lit_lazy.measure.lengths import (
@@ -31,11 +32,15 @@ def build(**changes):
 
 @pytest.mark.parametrize("at_once", [1, 64, 8192])
 def test_loss_is_that_of_the_full_pass_whatever_is_read_at_once(at_once, monkeypatch):
+    """Also where the length changes how each token is rotated."""
     monkeypatch.setattr(diagnostics, "TOKENS_AT_ONCE", at_once)
-    model = build()
-    expected = token_nll(model(BATCH["tokens"]), BATCH["targets"]).double().mean(0)
-    torch.testing.assert_close(loss_by_position(model, BATCH), expected, rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(loss_by_position(model, BATCH, Eviction(4, 60)), expected, rtol=1e-6, atol=1e-6)
+    for position in (Rope(), Rope(scaling=DynamicScaling(4.0, trained_length=CONTEXT))):
+        model = build(position=position)
+        expected = token_nll(model(BATCH["tokens"]), BATCH["targets"]).double().mean(0)
+        torch.testing.assert_close(loss_by_position(model, BATCH), expected, rtol=1e-6, atol=1e-6)
+        if model.position.relative:
+            by_cache = loss_by_position(model, BATCH, Eviction(4, 60))
+            torch.testing.assert_close(by_cache, expected, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("at_once", [10, 8192])

@@ -163,9 +163,18 @@ def check_logits(ours, folder, kernels):
     logits = ours(TOKENS)
     torch.testing.assert_close(theirs(TOKENS).logits, logits, **CLOSE)
     assert logits.std() > 0.1
+    assert dict(theirs.named_parameters()).keys() == {name for name, x in ours.named_parameters() if x.requires_grad}
+    assert theirs.config.keys_to_ignore_at_inference == [CACHE]  # Trainer adds it to a list
     check_documents(theirs)
-    if hasattr(ours.position, "frequency") and not ours.position.relative:
-        return  # a cache and a padded batch have the rotation of the longest text, as in transformers
+    real = torch.ones_like(TOKENS)
+    real[1, :4] = 0
+    if not ours.position.keeps_rotation(1, LENGTH):
+        cache = theirs(TOKENS[:, :5], use_cache=True)[CACHE]
+        with pytest.raises(ValueError, match=f"{CACHE}: its keys .* {LENGTH} tokens need; give use_cache=False"):
+            theirs(TOKENS[:, 5:], **{CACHE: cache})
+        with pytest.raises(ValueError, match=f"texts of {LENGTH - 4} and {LENGTH} tokens rotate .*; give each alone"):
+            theirs(TOKENS, attention_mask=real)
+        return
     # Incrementally, with a cache.
     cache, parts = None, []
     for part in TOKENS.split([5, 1, 6], 1):
@@ -174,8 +183,6 @@ def check_logits(ours, folder, kernels):
         parts.append(out.logits)
     torch.testing.assert_close(torch.cat(parts, 1), logits, **CLOSE)
     # With left padding, which has no effect.
-    real = torch.ones_like(TOKENS)
-    real[1, :4] = 0
     padded = theirs(TOKENS.where(real > 0, 3), attention_mask=real).logits[1, 4:]
     torch.testing.assert_close(padded, ours(TOKENS[1:, 4:])[0], **CLOSE)
     # With right padding.

@@ -8,7 +8,17 @@ import pytest
 import torch
 
 from lit_lazy.api import Model, load, train
-from lit_lazy.attention import Alibi, Elastic, LearnedAbsolute, LearnedBias, OutputGate, RetNet, Softmax
+from lit_lazy.attention import (
+    Alibi,
+    Elastic,
+    LearnedAbsolute,
+    LearnedBias,
+    OffByOne,
+    OutputGate,
+    RetNet,
+    SinkLogit,
+    Softmax,
+)
 from lit_lazy.command.main import main
 from lit_lazy.command.options import CHANGES
 from lit_lazy.measure import raise_thresholds
@@ -59,6 +69,16 @@ def test_a_change_leaves_the_model_as_it_was_and_shares_its_weights(model: Model
         assert torch.equal(x, before[name]), name
     again = changed.with_({NORMALISER: Softmax(), "model.attention.gate": model.config.model.attention.gate})
     torch.testing.assert_close(again.weights(TOKENS), model.weights(TOKENS))
+
+
+def test_weights_of_a_part_of_another_class_are_not_taken(model: Model) -> None:
+    """Whatever their names and shapes: both rules have a `sink`."""
+    sink, off = SinkLogit(init=1.5), OffByOne()
+    for rules, expected in (([sink], 1.5), ([sink, off], 0), ([off, SinkLogit(init=2.0)], 2), ([sink, sink], 1.5)):
+        changed = model
+        for rule in rules:
+            changed = changed.with_({NORMALISER: rule})
+        assert (changed.decoder.attentions[0].normaliser.sink == expected).all(), rules
 
 
 @pytest.mark.parametrize("rise", [0.001, 0.02, 5])

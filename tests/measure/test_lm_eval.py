@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import untrained
+import yaml
 from mistakes import expect_refusal
 from subwords import bpe
 from task_files import QUESTIONS
@@ -184,6 +185,34 @@ def checkpoint(runs):
     run_id = tracker.create_run("x", {"kind": "run", "cell": "abc"})
     (run_folder / "mlflow_run_id").write_text(f"{run_id} {tracker.experiment_id}")
     return save(config(), run_folder / "final.ckpt")
+
+
+def test_a_users_task_has_its_own_shots_and_filters(model, tmp_path):
+    (tmp_path / "own.jsonl").write_text('{"q": "ab", "a": "c"}\n' * 3)
+    files = {split: str(tmp_path / "own.jsonl") for split in ("train", "test")}
+    filters = {"any": "(.)", "none of it": "(QQQ)"}
+    content = {
+        "task": "own",
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": files},
+        "training_split": "train",
+        "test_split": "test",
+        "num_fewshot": 2,
+        "output_type": "generate_until",
+        "generation_kwargs": {"until": [], "max_gen_toks": 3},
+        "doc_to_text": "{{q}}",
+        "doc_to_target": "[invalid]",
+        "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
+        "filter_list": [
+            {"name": name, "filter": [{"function": "regex", "regex_pattern": kept}, {"function": "take_first"}]}
+            for name, kept in filters.items()
+        ],
+    }
+    (tmp_path / "own.yaml").write_text(yaml.safe_dump(content))
+    tasks = load_tasks(["own"], find_tasks(["own"], tmp_path))
+    found = benchmark(model, ByteTokenizer(), tasks)
+    assert found.scores == {("own", "exact_match/any"): 0, ("own", "exact_match/none of it"): 1}
+    assert len(tasks[0].instances[0].args[0]) > len("ab[invalid]")  # two examples before the question
 
 
 def test_the_command_prints_writes_and_logs(checkpoint, task_folder, runs, tmp_path, capsys):

@@ -184,7 +184,8 @@ def benchmark(
     adapter = LmEvalAdapter(model, tokenizer, autocast, count)
     by_name = {task.config.task: task for task in tasks}
     for task in tasks:
-        task.set_config(key="num_fewshot", value=0)
+        if task.config.task in TASKS:  # a user's own says how many
+            task.set_config(key="num_fewshot", value=0)
     was_training = model.training
     model.eval()
     try:
@@ -194,7 +195,7 @@ def benchmark(
     finally:
         model.train(was_training)
     scores = {
-        (task, name.partition(",")[0]): float(value)
+        (task, name.removesuffix(",none").replace(",", "/")): float(value)  # METRIC/FILTER
         for task, values in found["results"].items()
         for name, value in values.items()
         if "," in name and not name.partition(",")[0].endswith("_stderr") and isinstance(value, int | float)

@@ -195,14 +195,19 @@ class NormaliserModule(nn.Module, ABC):
         """Weighted values of a call whose q is already `queries`, computed from `weights` only."""
         rule = self.weights
         if call.evicted is not None:
-            rule = partial(self._weights_at_text_positions, call.evicted, call.window)
+            hidden = 0 if call.key_mask is None else (~call.key_mask).sum(1)
+            rule = partial(self._weights_at_text_positions, call.evicted + hidden, call.window)
         parameters = [p for p in self.parameters() if p.requires_grad]
         backend = "reference" if self._rule_backend(call) == "reference" else "chunked"
         return run_rule(rule, call.to_kernel(), call.with_stats, parameters, self.maps, backend)
 
-    def _weights_at_text_positions(self, evicted: int, window: int | None, scores: Tensor, rows: Rows) -> Tensor:
-        """`weights` with n and position of the full text."""
-        position = rows.position + evicted
+    def _weights_at_text_positions(
+        self, before: int | Tensor, window: int | None, scores: Tensor, rows: Rows
+    ) -> Tensor:
+        """`weights` with n and position of the full text, which begins with `before` more keys, a number or `[B]`."""
+        if isinstance(before, Tensor):
+            before = before[rows.sequences].view(-1, *[1] * (rows.position.dim() - 1))
+        position = rows.position + before
         n = position if window is None else position.clamp(max=window)
         return self.weights(scores, replace(rows, n=n.to(rows.n.dtype), position=position))
 

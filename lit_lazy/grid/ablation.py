@@ -23,7 +23,8 @@ from lit_lazy.support.names_to_paths import LONGEST_NAME, get_name
 from lit_lazy.table.columns import COLUMNS
 from lit_lazy.table.designs import interactions, main_effects
 from lit_lazy.table.records import Column, Contrast, check_row_name
-from lit_lazy.training.check_before_run import check_init_from, load_data, load_outline, prepare
+from lit_lazy.training.check_before_run import load_data, load_outline, prepare
+from lit_lazy.training.ineffective_settings import check_init_from
 
 T = TypeVar("T")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")

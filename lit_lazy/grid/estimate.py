@@ -13,10 +13,10 @@ from lit_lazy.grid.ablation import Row
 from lit_lazy.grid.work_records import LaunchOptions
 from lit_lazy.support.console import format_count, format_duration, track_progress
 from lit_lazy.support.error_messages import naming
-from lit_lazy.training.check_before_run import check_init_from, load_outline, prepare_outline
+from lit_lazy.training.check_before_run import load_outline, prepare_outline
 from lit_lazy.training.cost_estimate import estimate_cost, estimate_seconds
 from lit_lazy.training.execution_settings import ONE_DEVICE
-from lit_lazy.training.ineffective_settings import list_ineffective
+from lit_lazy.training.ineffective_settings import check_init_from, list_ineffective
 
 BYTES_PER_FINISHED_CELL = 100_000
 """Upper bound for result.json, MLflow's rows and the config artifact."""

@@ -28,9 +28,10 @@ from lit_lazy.tracking.store_address import INTERRUPTED, End, default_uri
 from lit_lazy.tracking.tracker import MirroredRun, Tracker
 from lit_lazy.tracking.views import build_run_views
 from lit_lazy.training.callbacks_and_loggers import StepProgress
-from lit_lazy.training.check_before_run import check_init_from, prepare
+from lit_lazy.training.check_before_run import prepare
 from lit_lazy.training.cost_estimate import estimate_cost, require_fit
 from lit_lazy.training.execution_settings import ONE_DEVICE, Execution
+from lit_lazy.training.ineffective_settings import check_init_from
 from lit_lazy.training.interrupts import Interrupts
 from lit_lazy.training.run import read_finished, train_logged
 from lit_lazy.training.run_folder import FINAL_CHECKPOINT, RESULT, RunResult, is_locked, make_lock, read_grid_id

@@ -1,7 +1,6 @@
 """Checks of a run before anything is created."""
 
 from contextlib import suppress
-from pathlib import Path
 
 import torch
 
@@ -143,15 +142,6 @@ def _check_run(cfg: RunConfig, data: Outline, execution: Execution | None, elsew
         require_loaded(patterns, frozen, () if cfg.init_from is None else frozen)
     if cfg.evaluations and data.sequences is not None:
         check_evaluations(cfg, build_empty(cfg.model, data.vocab_size, data.context_length))
-
-
-def check_init_from(cfg: RunConfig, data: Outline) -> None:
-    """Raises a one-line ValueError if the run's initial weights cannot be loaded."""
-    if cfg.init_from is not None:
-        # Imports Lightning, which costs a command that only starts workers four seconds.
-        from lit_lazy.training.checkpoints import check_matching_weights
-
-        check_matching_weights(Path(cfg.init_from), cfg, data)
 
 
 def check_evaluations(cfg: RunConfig, model: DecoderLM) -> None:

@@ -18,9 +18,9 @@ from lit_lazy.model.loss import LOGITS_AT_ONCE, token_nll
 from lit_lazy.support.checked_fields import require
 from lit_lazy.support.console import format_count, format_duration
 from lit_lazy.support.machine import measure_saved_bytes, measure_total_memory
-from lit_lazy.training.check_before_run import check_init_from, prepare_outline
+from lit_lazy.training.check_before_run import prepare_outline
 from lit_lazy.training.execution_settings import Execution, find_missing_gpu, select_training_device
-from lit_lazy.training.ineffective_settings import list_ineffective
+from lit_lazy.training.ineffective_settings import check_init_from, list_ineffective
 from lit_lazy.training.trained_parameters import build_optimizer, find_block_matrices, freeze_others
 
 UTILISATION = 0.2

@@ -1,4 +1,4 @@
-"""Settings that do less in a training than they say.
+"""Checks of a run's settings: initial weights that cannot be loaded, and what does less in a training than it says.
 
 A setting of attention or position has no effect if it changes nothing in a probe: no output and no gradient of a layer.
 """
@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from functools import cache, partial
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from lit_lazy.attention import Attention, PassInputs
 from lit_lazy.attention.mixer import SelfInitialised
 from lit_lazy.config.schema import ModelConfig, RunConfig
 from lit_lazy.config.serialisation import get_default, replace_at
+from lit_lazy.data.source_interface import Outline
 from lit_lazy.model.decoder import parameter_generator
 from lit_lazy.support.console import format_count
 
@@ -114,3 +116,12 @@ def _agree(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> bool:
     filled = {**first, **second}
     absent = {name: torch.zeros_like(x) for name, x in filled.items()}
     return all(agree(first.get(name, absent[name]), second.get(name, absent[name])) for name in filled)
+
+
+def check_init_from(cfg: RunConfig, data: Outline) -> None:
+    """Raises a one-line ValueError if the run's initial weights cannot be loaded."""
+    if cfg.init_from is not None:
+        # Imports Lightning, which costs a command that only starts workers four seconds.
+        from lit_lazy.training.checkpoints import check_matching_weights
+
+        check_matching_weights(Path(cfg.init_from), cfg, data)

@@ -18,9 +18,10 @@ from lit_lazy.model.decoder import DecoderLM, flops_per_token
 from lit_lazy.optim import SGD, AdamW, Muon
 from lit_lazy.training import trainer
 from lit_lazy.training.callbacks_and_loggers import METRICS, MetricFile, read_lines
-from lit_lazy.training.check_before_run import check_init_from, prepare
+from lit_lazy.training.check_before_run import prepare
 from lit_lazy.training.cost_estimate import estimate_cost
 from lit_lazy.training.execution_settings import ONE_DEVICE, Execution
+from lit_lazy.training.ineffective_settings import check_init_from
 from lit_lazy.training.module import LitLM
 from lit_lazy.training.run import run
 from lit_lazy.training.run_folder import FINAL_CHECKPOINT, RunResult

@@ -215,7 +215,7 @@ class Model:
     def with_(self, changes: Mapping[str, Any]) -> "Model":
         """The model under other settings, on its weights where name, shape and class of the part match.
 
-        New ones start as in training; a warning names untrained ones. The weights are shared, so training one model
+        All others start as in training, and a warning names them. The weights are shared, so training one model
         changes the other.
 
         changes: values by dotted path of `config`, below `model` or `data`. Raises ValueError, in one line, for an

@@ -39,9 +39,9 @@ def lazy_attention_forward(
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Attention function for transformers: query `[B, H, Lq, D]`, key and value `[B, Hkv, Lk, D]`, mask `[B, Lk]`."""
-    asked = {"dropout": dropout or None, "is_causal=False": True if is_causal is False else None}
-    asked |= {name: others.get(name) for name in ("softcap", "s_aux", "sliding_window")}
-    if wrong := [name for name, value in asked.items() if value is not None]:
+    wrong = [name for name in ("softcap", "s_aux", "sliding_window") if others.get(name) is not None]
+    wrong += ["dropout"] * (dropout > 0) + ["is_causal=False"] * (is_causal is False)
+    if wrong:
         raise ValueError(f"lazy attention has no {', '.join(wrong)}; set it to none in the model's config")
     out = lazy_attention(query, key, value, module.lazy.tau, module.lazy.bias, key_mask=mask, scale=scaling)
     return out.transpose(1, 2), None

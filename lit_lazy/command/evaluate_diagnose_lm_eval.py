@@ -131,7 +131,7 @@ def lm_eval(options: argparse.Namespace, _rest: list[str]) -> int:
     import torch
     from rich.progress import Progress
 
-    from lit_lazy.measure.lm_eval import TASKS, benchmark, find_tasks, load_tasks, require_tokenizer
+    from lit_lazy.measure.lm_eval import TASKS, benchmark, find_tasks, load_tasks, require_text
     from lit_lazy.support.console import plain_console
     from lit_lazy.support.disk import check_writable_folder, write_text
     from lit_lazy.support.provenance import collect_environment
@@ -146,7 +146,7 @@ def lm_eval(options: argparse.Namespace, _rest: list[str]) -> int:
     module = checkpoints.load(options.checkpoint)
     checkpoints.require_same_tokenizer(options.checkpoint, module, module.cfg.data)
     with naming(f"checkpoint {str(options.checkpoint)!r}"):
-        tokenizer = require_tokenizer(module.cfg.data, module.hparams["vocab_size"])
+        prompts = require_text(module.cfg.data, module.hparams["vocab_size"])
     tasks = load_tasks(chosen, manager, "--tasks")
     model = module.model.to(select_training_device())
     precision = torch.autocast(model.device.type, torch.bfloat16, enabled=module.cfg.train.precision == "bf16")
@@ -154,7 +154,7 @@ def lm_eval(options: argparse.Namespace, _rest: list[str]) -> int:
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         shown = bar.add_task("requests", total=None)
         count = partial(bar.update, shown)
-        found = benchmark(model, tokenizer, tasks, options.limit, precision, lambda n, of: count(completed=n, total=of))
+        found = benchmark(model, prompts, tasks, options.limit, precision, lambda n, of: count(completed=n, total=of))
     print_benchmarks(found)
     result = found.to_json() | {"checkpoint": str(options.checkpoint), "environment": collect_environment()}
     if options.out is not None:

@@ -38,6 +38,7 @@ print(model.generate(torch.tensor([[0, 1, 2]]), max_new_tokens=50))  # its token
     {"out OUT": ("output folder, new or empty", {"type": folder})},
 )
 def export(options: argparse.Namespace, _rest: list[str]) -> int:
+    from lit_lazy.data.pipeline.tokeniser import begin_texts
     from lit_lazy.model.export_folder import collect_code, write
     from lit_lazy.support.disk import check_writable_folder, create_folder_atomically
     from lit_lazy.training import checkpoints
@@ -48,7 +49,7 @@ def export(options: argparse.Namespace, _rest: list[str]) -> int:
     module = checkpoints.load(options.checkpoint)
     collect_code(module.cfg.model)
     prompts = checkpoints.load_prompts(options.checkpoint, module, module.cfg.data)
-    tokenizer = None if prompts.tokenizer is None else prompts.tokenizer.to_json()
+    tokenizer = None if prompts.tokenizer is None else begin_texts(prompts.tokenizer.to_json(), prompts.begin)
     text = format_model_card(module, read_result(options.checkpoint), tokenizer is not None)
     check_writable_folder("OUT", options.out)
     with create_folder_atomically(options.out.absolute()) as scratch:

@@ -96,7 +96,7 @@ def write(folder: Path, model: DecoderLM, card: str, tokenizer: str | None, toke
 
 
 def make_tokenizer_config(tokenizer: str, tokens: SpecialTokens, context_length: int) -> dict[str, Any]:
-    """Content of tokenizer_config.json, which adds no special tokens to a text."""
+    """Content of tokenizer_config.json, which leaves to the tokenizer what begins a text."""
     content = json.loads(tokenizer)
     vocabulary = content["model"]["vocab"]
     if not isinstance(vocabulary, dict):  # pairs of a token and its score, by id
@@ -111,6 +111,4 @@ def make_tokenizer_config(tokenizer: str, tokens: SpecialTokens, context_length:
         "padding_side": "left",  # where it has no effect, also on what is generated after it
         "model_max_length": context_length,
         "clean_up_tokenization_spaces": False,
-        "add_bos_token": False,
-        "add_eos_token": False,
     }

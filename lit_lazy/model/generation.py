@@ -173,6 +173,7 @@ class Prompts:
 
     def __init__(self, data: DataConfig, vocab_size: int) -> None:
         """Raises a one-line ValueError if the data's tokeniser cannot be loaded or does not match the model."""
+        from lit_lazy.data.stdlib import Stdlib
         from lit_lazy.data.text import Text  # which reads files by more than torch
 
         self.name, self.vocab_size = type(data).__name__, vocab_size
@@ -187,22 +188,30 @@ class Prompts:
         require(size == vocab_size, f"data={self.name}: vocabulary size of the tokenizer", size, fix)
         self.special = SpecialTokens()
         """Tokens that begin, end and pad a text; without a tokeniser none."""
+        self.begin: int | None = None
+        """Token before every prompt, as before the documents or windows of the training; None for none."""
         if self.tokenizer is not None:
             end = self.tokenizer.separator
+            self.begin = end if isinstance(data, Stdlib | Text) and data.bos else self.tokenizer.begin
             given = data.special_tokens if isinstance(data, Text) else self.special
             self.special = given if given.ends else SpecialTokens(self.tokenizer.begin, (end,), end)
 
     def encode(self, option: str, text: bytes) -> list[int]:
-        """Tokens of a prompt; for an empty one, the separator that ends the previous document.
+        """Tokens of a prompt, after `begin`; for an empty one at least the separator that ends the previous document.
 
         Raises a one-line ValueError, which names the option, if the prompt cannot be read.
         """
         if self.tokenizer is None:
             return self._parse_numbers(option, text.decode(errors="replace"))
         try:
-            return self.tokenizer.encode([text], control=True)[0].tolist() or [self.tokenizer.separator]
+            ids = self.tokenizer.encode([text], control=True)[0].tolist()
         except UnicodeDecodeError:
             raise ValueError(f"{option}: is not UTF-8; convert it to UTF-8") from None
+        return self.start(ids) or [self.tokenizer.separator]
+
+    def start(self, ids: list[int]) -> list[int]:
+        """Tokens of a text after `begin`, which a text may have already."""
+        return ids if self.begin is None or ids[:1] == [self.begin] else [self.begin, *ids]
 
     def _parse_numbers(self, option: str, text: str) -> list[int]:
         words = text.split()

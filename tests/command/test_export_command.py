@@ -25,6 +25,7 @@ from lit_lazy.data.pipeline.tokeniser import ByteTokenizer, FileTokenizer
 from lit_lazy.data.text import Text
 from lit_lazy.model import export_folder
 from lit_lazy.model.export_folder import collect_code
+from lit_lazy.model.generation import Prompts
 from lit_lazy.training.run import run
 from lit_lazy.training.run_folder import FINAL_CHECKPOINT, RESULT
 
@@ -85,12 +86,16 @@ def test_its_tokenizer_gives_the_tokens_of_the_training(bpe: Path, tmp_path: Pat
     subwords = FileTokenizer(bpe, None)
     of_bpe = replace_at(BYTES, {"data": Text(path="gone.txt", tokenizer=str(bpe))})
     begun = replace_at(of_bpe, {"data.begin_of_text": "<s>"})
-    for cfg, ours, begin in ((BYTES, ByteTokenizer(), None), (of_bpe, subwords, None), (begun, subwords, 0)):
-        out = exported(save(tmp_path / "model.ckpt", cfg, ours.vocab_size, 32), tmp_path / f"{ours.vocab_size} {begin}")
+    by_windows = replace_at(BYTES, {"data.bos": True})
+    cases = (BYTES, ByteTokenizer(), None), (by_windows, ByteTokenizer(), None), (of_bpe, subwords, None)
+    for i, (cfg, ours, begin) in enumerate((*cases, (begun, subwords, 0))):
+        out = exported(save(tmp_path / "model.ckpt", cfg, ours.vocab_size, 32), tmp_path / str(i))
         assert names(out) == MODEL | TOKENIZER
         theirs = AutoTokenizer.from_pretrained(out, trust_remote_code=True)
         (ids,) = ours.encode([TEXT.encode()])
-        assert theirs(TEXT).input_ids == ids.tolist()
+        before = [0] if cfg in (by_windows, begun) else []
+        assert Prompts(cfg.data, ours.vocab_size).encode("x", TEXT.encode()) == before + ids.tolist()
+        assert theirs(TEXT).input_ids == before + ids.tolist()
         assert theirs.decode(ids.tolist()) == TEXT
         assert theirs.bos_token_id == begin
         assert theirs.eos_token_id == theirs.pad_token_id == ours.separator

@@ -22,13 +22,14 @@ from lit_lazy.command.main import main
 from lit_lazy.config import ModelConfig, RunConfig, TrainConfig
 from lit_lazy.config.key import evaluation_key
 from lit_lazy.config.user_files import experiment
-from lit_lazy.data.pipeline.tokeniser import ByteTokenizer
+from lit_lazy.data.source_interface import SpecialTokens
 from lit_lazy.data.stdlib import Stdlib
 from lit_lazy.data.text import Text
 from lit_lazy.grid.benchmarks import BENCHMARK_COLUMNS
 from lit_lazy.measure.lm_eval import COLUMNS, TASKS, LmEval, benchmark, find_tasks, load_tasks
 from lit_lazy.measure.lm_eval.adapter import LmEvalAdapter
 from lit_lazy.model.decoder import DecoderLM
+from lit_lazy.model.generation import Prompts
 from lit_lazy.tracking.store_address import default_uri
 from lit_lazy.tracking.tracker import Tracker
 from lit_lazy.training import checkpoints
@@ -36,6 +37,7 @@ from lit_lazy.training.run import run
 
 __all__ = ["bpe"]
 CONTEXT = 96
+PROMPTS = Prompts(Stdlib(), 256)
 pytestmark = pytest.mark.usefixtures("offline")
 
 
@@ -82,7 +84,7 @@ def test_log_likelihoods_are_those_of_a_plain_sum(model):
     pairs = [(letters(0, 150), letters(1, 20)) for _ in range(60)]
     pairs += [(b"", b"x"), (b"a" * 300, b"b"), (b"a", b"b" * 96), (b"a", b"b" * 130)]
     counted = []
-    asked = LmEvalAdapter(model.eval(), ByteTokenizer(), count=lambda *count: counted.append(count))
+    asked = LmEvalAdapter(model.eval(), PROMPTS, count=lambda *count: counted.append(count))
     found = asked.loglikelihood([request(c.decode(), t.decode()) for c, t in pairs])
     for (context, continuation), (value, greedy) in zip(pairs, found, strict=True):
         wanted, is_greedy = plain(model, context, continuation)
@@ -103,7 +105,7 @@ def greedy_text(model, context, n):
 
 def test_greedy_texts(model):
     text = greedy_text(model.eval(), b"weights", 12).decode(errors="replace")
-    asked = LmEvalAdapter(model, ByteTokenizer())
+    asked = LmEvalAdapter(model, PROMPTS)
 
     def generate(context, until, n=12):
         (found,) = asked.generate_until([request(context, {"until": until, "max_gen_toks": n})])
@@ -112,6 +114,9 @@ def test_greedy_texts(model):
     assert generate("weights", []) == text
     assert generate("weights", text[:1]) == ""
     assert generate("weights", [text[5:7]]) == text[: text.index(text[5:7])]
+    first = greedy_text(model, b"weights", 1)[0]
+    ends = Prompts(Text(special_tokens=SpecialTokens(ends=(255, first))), 256)  # of an imported model
+    assert LmEvalAdapter(model, ends).generate_until([request("weights", {"max_gen_toks": 12})]) == [""]
     before = asked.cut
     assert generate("a" * 500, [], 4) == greedy_text(model, b"a" * (CONTEXT - 4), 4).decode(errors="replace")
     assert asked.cut == before + 1
@@ -130,13 +135,13 @@ def rolling(model, text):
 @pytest.mark.parametrize("length", [0, 1, CONTEXT - 1, CONTEXT, CONTEXT + 1, 3 * CONTEXT + 5])
 def test_rolling_windows_count_each_token_once(model, length):
     text = bytes(random.Random(length).choices(range(97, 123), k=length))
-    (found,) = LmEvalAdapter(model.eval(), ByteTokenizer()).loglikelihood_rolling([request(text.decode())])
+    (found,) = LmEvalAdapter(model.eval(), PROMPTS).loglikelihood_rolling([request(text.decode())])
     assert found == pytest.approx(rolling(model, text), abs=1e-3)
 
 
 def test_the_nine_tasks_with_their_real_prompts(model, task_folder):
     tasks = load_tasks(list(TASKS), find_tasks(list(TASKS), task_folder))
-    found = benchmark(model, ByteTokenizer(), tasks)
+    found = benchmark(model, PROMPTS, tasks)
     assert len(found.columns()) == len(COLUMNS)
     assert found.samples == {task: len(questions) for task, questions in QUESTIONS.items()}
     assert found.facts["requests_cut_on_the_left"] > 0  # the passages
@@ -170,7 +175,7 @@ def test_the_nine_tasks_with_their_real_prompts(model, task_folder):
     assert found.standard_error(COLUMNS[-1]) == pytest.approx(
         math.sqrt(scores["boolq", "acc"] * (1 - scores["boolq", "acc"]) / 2)
     )
-    assert benchmark(model, ByteTokenizer(), tasks, limit=1).samples["boolq"] == 1
+    assert benchmark(model, PROMPTS, tasks, limit=1).samples["boolq"] == 1
 
 
 # The command
@@ -210,7 +215,7 @@ def test_a_users_task_has_its_own_shots_and_filters(model, tmp_path):
     }
     (tmp_path / "own.yaml").write_text(yaml.safe_dump(content))
     tasks = load_tasks(["own"], find_tasks(["own"], tmp_path))
-    found = benchmark(model, ByteTokenizer(), tasks)
+    found = benchmark(model, PROMPTS, tasks)
     assert found.scores == {("own", "exact_match/any"): 0, ("own", "exact_match/none of it"): 1}
     assert len(tasks[0].instances[0].args[0]) > len("ab[invalid]")  # two examples before the question
 
@@ -285,9 +290,9 @@ def test_of_an_exported_model_the_harness_itself_says_the_same(bpe, task_folder,
     from lm_eval.models.huggingface import HFLM
 
     data = Text("gone.txt", tokenizer=str(bpe), begin_of_text="<s>", context_length=CONTEXT)
-    tokenizer = data.load_tokenizer()
+    prompts = Prompts(data, data.load_tokenizer().vocab_size)
     spec = AttentionSpec(Elastic(tau_init=0.3), LearnedBias(init_std=0.5))
-    checkpoint = save(config(data, attention=spec), tmp_path / "final.ckpt", tokenizer.vocab_size)
+    checkpoint = save(config(data, attention=spec), tmp_path / "final.ckpt", prompts.vocab_size)
     names, exported, out = ["boolq", "lambada_openai", "wikitext"], tmp_path / "exported", tmp_path / "scores.json"
     asked = ["lm-eval", str(checkpoint), "--tasks", ",".join(names), "--task-folder", str(task_folder)]
     assert main([*asked, "--out", str(out)]) == 0
@@ -301,7 +306,7 @@ def test_of_an_exported_model_the_harness_itself_says_the_same(bpe, task_folder,
     accuracies, sums = answers(theirs, tasks)
     assert accuracies == {task: ours[task]["acc"] for task in ("boolq", "lambada_openai")}
     model = checkpoints.load(checkpoint).model.eval()
-    again, wanted = answers(LmEvalAdapter(model, tokenizer), tasks)
+    again, wanted = answers(LmEvalAdapter(model, prompts), tasks)
     assert again == accuracies
     assert len(wanted) == len(sums) == 2 * 3 + 2 + 1
     assert sums == pytest.approx(wanted, rel=1e-4)
@@ -311,7 +316,7 @@ def test_a_run_that_asks_for_them_has_their_scores(task_folder, tmp_path):
     asked = LmEval(("boolq", "wikitext"), task_folder=str(task_folder))
     found = run(replace(experiment("stdlib_tiny"), evaluations=(asked,)), tmp_path, keep_checkpoint=True).metrics
     tasks = load_tasks(asked.tasks, find_tasks(asked.tasks, task_folder))
-    wanted = benchmark(checkpoints.load(tmp_path / "final.ckpt").model, ByteTokenizer(), tasks).metrics()
+    wanted = benchmark(checkpoints.load(tmp_path / "final.ckpt").model, PROMPTS, tasks).metrics()
     assert {name: value for name, value in found.items() if name.startswith("lm-eval/")} == wanted
     keys = [column.key for column in BENCHMARK_COLUMNS if column.key in found]
     assert keys == ["lm-eval/wikitext/word_perplexity", "lm-eval/boolq/acc"]

@@ -87,7 +87,7 @@ def test_a_gguf_gives_what_its_numbers_say_and_the_tokens_of_its_kind(family, ki
     reference.no_truncation()
     reference.pre_tokenizer = pre_tokenizers.Sequence(SPLITS[pre])
     prompts = Prompts(module.cfg.data, 304)
-    assert prompts.encode("x", TEXT.encode()) == reference.encode(TEXT, add_special_tokens=False).ids
+    assert prompts.encode("x", TEXT.encode()) == [0, *reference.encode(TEXT, add_special_tokens=False).ids]
     assert prompts.special == SpecialTokens(begin=0, ends=(1,))
     assert prompts.tokenizer.begin == 0
     # The beginning of a text unsaid, as in llama.cpp; none; and one that is no token.

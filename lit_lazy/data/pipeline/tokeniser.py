@@ -224,7 +224,7 @@ def build_bpe(
     whether they are special. kind: one of `KINDS`. begin: token before every text, or None. Raises a one-line
     ValueError for any other kind, or merges of unknown tokens.
     """
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
     if kind not in KINDS:
         raise ValueError(f"tokenizer.ggml.pre={kind!r}: not known; there are {', '.join(KINDS)}")
@@ -242,9 +242,19 @@ def build_bpe(
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, by_bytes])  # type: ignore[assignment]
     tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
     tokenizer.add_tokens([AddedToken(token, special=special, normalized=False) for token, special in added.items()])
-    if begin is not None:
-        template = processors.TemplateProcessing(f"{begin} $A", special_tokens=[(begin, ids[begin])])
-        tokenizer.post_processor = template  # type: ignore[assignment]
+    return begin_texts(tokenizer.to_str(), None if begin is None else ids[begin])
+
+
+def begin_texts(content: str, begin: int | None) -> str:
+    """The JSON of a tokeniser of the `tokenizers` library that puts a token before every text; as it is for None."""
+    from tokenizers import Tokenizer, processors
+
+    if begin is None:
+        return content
+    tokenizer = Tokenizer.from_str(content)
+    token = tokenizer.id_to_token(begin)
+    template = processors.TemplateProcessing(f"{token} $A", special_tokens=[(token, begin)])
+    tokenizer.post_processor = template  # type: ignore[assignment]
     return tokenizer.to_str()
 
 

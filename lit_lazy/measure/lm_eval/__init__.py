@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 from lit_lazy.config.evaluation import Evaluation
 from lit_lazy.data import DataConfig
 from lit_lazy.data.pipeline.hub import go_offline_unless_hub_answers, import_datasets_quietly
-from lit_lazy.data.pipeline.tokeniser import Tokenizer
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.model.generation import Prompts
 from lit_lazy.support.checked_fields import Bounds, PositiveInt, require
@@ -167,7 +166,7 @@ def load_tasks(names: Sequence[str], manager: "TaskManager", option: str = "task
 
 def benchmark(
     model: DecoderLM,
-    tokenizer: Tokenizer,
+    prompts: Prompts,
     tasks: Sequence[Any],
     limit: int | None = None,
     autocast: AbstractContextManager[object] | None = None,
@@ -181,7 +180,7 @@ def benchmark(
 
     from lit_lazy.measure.lm_eval.adapter import LmEvalAdapter
 
-    adapter = LmEvalAdapter(model, tokenizer, autocast, count)
+    adapter = LmEvalAdapter(model, prompts, autocast, count)
     by_name = {task.config.task: task for task in tasks}
     for task in tasks:
         if task.config.task in TASKS:  # a user's own says how many
@@ -205,7 +204,7 @@ def benchmark(
         "harness": f"lm_eval {version('lm_eval')}",
         "limit": limit,
         "context_length": adapter.max_length,
-        "prefix_token": {"id": prefix, "text": "".join(tokenizer.decode([prefix]))},
+        "prefix_token": {"id": prefix, "text": "".join(adapter.text.decode([prefix]))},
         "requests": adapter.requests,
         "requests_cut_on_the_left": adapter.cut,
     }
@@ -217,12 +216,12 @@ def benchmark(
     )
 
 
-def require_tokenizer(data: DataConfig, vocab_size: int) -> Tokenizer:
-    """Tokenizer of the data. Raises ValueError if the data has none or its vocabulary size differs from the model's."""
-    tokenizer = Prompts(data, vocab_size).tokenizer
-    if tokenizer is None:
+def require_text(data: DataConfig, vocab_size: int) -> Prompts:
+    """Prompts of a model's data. Raises ValueError for data without text, or with another size of vocabulary."""
+    prompts = Prompts(data, vocab_size)
+    if prompts.tokenizer is None:
         raise ValueError(f"its data ({type(data).__name__}) is not text; give a model that was trained on text")
-    return tokenizer
+    return prompts
 
 
 @dataclass(frozen=True)
@@ -245,15 +244,15 @@ class LmEval(Evaluation):
 
     def check(self, model: DecoderLM, data: DataConfig) -> None:
         """Download the tasks' data. Raises ValueError if the data is not text, or harness, task or data are missing."""
-        require_tokenizer(data, model.embedding.num_embeddings)
+        require_text(data, model.embedding.num_embeddings)
         folder = self.task_folder
         require(folder is None or Path(folder).is_dir(), "LmEval.task_folder", folder, "must be a folder")
         _load_tasks_once(self.tasks, folder)
 
     def measure(self, model: DecoderLM, data: DataConfig) -> dict[str, float]:
         """`lm-eval/piqa/acc` and so on; `lm-eval/average` if all eight accuracies are measured."""
-        tokenizer = require_tokenizer(data, model.embedding.num_embeddings)
-        return benchmark(model, tokenizer, _load_tasks_once(self.tasks, self.task_folder), self.limit).metrics()
+        prompts = require_text(data, model.embedding.num_embeddings)
+        return benchmark(model, prompts, _load_tasks_once(self.tasks, self.task_folder), self.limit).metrics()
 
 
 @functools.cache

@@ -1,8 +1,8 @@
 """A model as seen by lm-evaluation-harness.
 
-As by the harness's default, no token is put before a context. An empty context becomes the prefix token: the token that
-begins documents if the training text had one, else the separator of documents. Like the harness, a context that does
-not fit is truncated on its left; the number of such contexts is counted.
+As by the harness's own class for transformers, a text begins with the token that began those of the training, if there
+was one. An empty context becomes the prefix token: that one, else the separator of documents. Like the harness, a
+context that does not fit is truncated on its left; the number of such contexts is counted.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -15,9 +15,8 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from torch import Tensor
 
-from lit_lazy.data.pipeline.tokeniser import Tokenizer
 from lit_lazy.model.decoder import DecoderLM
-from lit_lazy.model.generation import Generation
+from lit_lazy.model.generation import Generation, Prompts
 
 TOKENS_AT_ONCE = 8192
 """Tokens per forward pass, unless a single sequence is longer."""
@@ -32,12 +31,13 @@ class LmEvalAdapter(TemplateLM):
     def __init__(
         self,
         model: DecoderLM,
-        tokenizer: Tokenizer,
+        prompts: Prompts,
         autocast: AbstractContextManager[object] | None = None,
         count: Count = lambda _done, _total: None,
     ) -> None:
         super().__init__()
-        self.model, self.text, self.count = model, tokenizer, count
+        assert prompts.tokenizer is not None
+        self.model, self.prompts, self.text, self.count = model, prompts, prompts.tokenizer, count
         self.autocast = autocast or torch.autocast(model.device.type, enabled=False)
         self.max_length = model.context_length
         self.requests = self.cut = 0
@@ -49,10 +49,11 @@ class LmEvalAdapter(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        return self.text.separator if self.text.begin is None else self.text.begin
+        return self.text.separator if self.prompts.begin is None else self.prompts.begin
 
-    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: object) -> list[int]:  # noqa: ARG002
-        return self.text.encode([string.encode()])[0].tolist()
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: object) -> list[int]:
+        ids = self.text.encode([string.encode()])[0].tolist()
+        return ids if add_special_tokens is False else self.prompts.start(ids)
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[tuple[float, bool]]:  # noqa: ARG002
         return super().loglikelihood(requests, disable_tqdm=True)
@@ -111,7 +112,7 @@ class LmEvalAdapter(TemplateLM):
     def _continue_greedily(self, context: list[int], stops: Iterable[str], most: int) -> str:
         generated, text = [], ""
         with self.autocast:
-            for _, token in Generation(self.model, [context], most, stop=(self.eot_token_id,)):
+            for _, token in Generation(self.model, [context], most, stop=self.prompts.special.ends):
                 generated.append(token)
                 text = "".join(self.text.decode(generated, context))
                 if any(stop in text for stop in stops):

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
 
 from lit_lazy.attention import Rope
+from lit_lazy.attention.position import NoScaling
 from lit_lazy.model.decoder import DecoderLM
+from lit_lazy.model.import_convert import compute_their_frequencies
 from lit_lazy.model.import_load import one_line_errors
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ def compare(theirs: "PreTrainedModel", ours: DecoderLM) -> str:
     trained = (getattr(theirs.config, "rope_parameters", None) or {}).get("original_max_position_embeddings")
     lengths = sorted({ours.context_length, int(trained or ours.context_length)})
     named = getattr(theirs.config, "sliding_window", None), ours.cfg.attention.window
-    windows = sorted({window for window in named if window and window < 2 * ours.context_length})
+    windows = sorted({window for window in named if window})
     reached = [window for window in windows if window + TOKENS <= LONGEST]
     pairs = _iter_logits(theirs, ours, lengths, reached[-1:])
     found = [float((own - expected).abs().max() / expected.std()) for own, expected in pairs]
@@ -54,11 +55,10 @@ def compare(theirs: "PreTrainedModel", ours: DecoderLM) -> str:
 
 
 def _share_frequencies(theirs: "PreTrainedModel", ours: DecoderLM) -> None:
-    """Give both the same frequencies where they are equal up to rounding, which far positions would multiply."""
-    if isinstance(ours.cfg.position, Rope):
+    """Give both the same frequencies where both are those of one base, whose rounding far positions would multiply."""
+    if isinstance(rope := ours.cfg.position, Rope) and rope.scaling == NoScaling():
         own, given = ours.position.get_buffer("frequency"), cast(Any, theirs.base_model).rotary_emb.inv_freq
-        given = pad(given, (0, len(own) - len(given)))
-        if torch.allclose(own, given, rtol=1e-5, atol=0):
+        if torch.equal(given, compute_their_frequencies(rope, 2 * len(own))):
             own.copy_(given)
 
 

@@ -40,6 +40,8 @@ PARTS = {
     "mlp.down_proj": "mlp.down",
 }
 """Part of a tensor's name in transformers -> this project's; several for a fused one, in the order of its rows."""
+LAST = 2**31 - 1
+"""Beyond the last position of any text: windows and frequencies are asked for there."""
 NAME = re.compile(r"(?:model\.)?(?:layers\.(\d+)\.)?(.+)\.(weight|bias)")
 
 
@@ -104,7 +106,7 @@ def convert(model: "PreTrainedModel") -> DecoderLM:
 def _convert(model: "PreTrainedModel", parts: dict[str, list[str]]) -> DecoderLM:
     settings, base = model.config, cast(Any, model.base_model)
     length = settings.max_position_embeddings
-    layers = observe_attention(model, 2 * length)
+    layers = observe_attention(model)
     n_heads, n_kv_heads, head_dim = layers[0][:3]
     state: dict[str, Tensor] = {}
     for name, value in model.state_dict().items():
@@ -144,11 +146,8 @@ def build(cfg: ModelConfig, state: dict[str, Tensor], context_length: int) -> De
     return model.eval()
 
 
-def observe_attention(model: "PreTrainedModel", last: int) -> list[AttentionSeen]:
-    """What the attention of each layer does with two equal embeddings, by functions that transformers lets it call.
-
-    last: the position whose mask is asked for.
-    """
+def observe_attention(model: "PreTrainedModel") -> list[AttentionSeen]:
+    """What the attention of each layer does with two equal embeddings, by functions that transformers lets it call."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     seen: list[AttentionSeen] = []
@@ -159,7 +158,7 @@ def observe_attention(model: "PreTrainedModel", last: int) -> list[AttentionSeen
         return q.new_zeros(1, 2, q.shape[1], v.shape[3]), None
 
     def mask(*_: Any, mask_function: Callable[..., Tensor], **__: Any) -> Tensor:
-        window = find_window(lambda key: bool(mask_function(*map(torch.tensor, (0, 0, last, key)))), last)
+        window = find_window(lambda key: bool(mask_function(*map(torch.tensor, (0, 0, LAST, key)))), LAST)
         return torch.tensor(window or 0)
 
     own, name = str(model.config._attn_implementation), "lit_lazy"
@@ -195,7 +194,7 @@ def _make_position(base: Any, settings: Any, layers: list[AttentionSeen]) -> tup
     gain[:turned] = float(rotary.attention_scaling) ** 2
     parts = order[:turned].tensor_split(2), order[turned:].tensor_split(2)
     order = torch.cat([part[half] for half in range(2) for part in parts])
-    short, long = (_find_frequencies(rotary, width, count) for count in (1, 2 * length))
+    short, long = (_find_frequencies(rotary, width, count) for count in (1, LAST))
     skipped = tuple(index for index, layer in enumerate(layers) if not layer.rotates)
     rope = Rope(float(scaled["rope_theta"]), skip_layers=skipped)
     scaling: RopeScaling = rope.scaling
@@ -204,9 +203,14 @@ def _make_position(base: Any, settings: Any, layers: list[AttentionSeen]) -> tup
     elif not torch.equal(short, long):
         trained = scaled["original_max_position_embeddings"]
         scaling = GivenFrequencies(tuple(short.tolist()), tuple(long.tolist()), trained)
-    elif not torch.allclose(short, rope.build(0, width, 0).get_buffer("frequency"), rtol=1e-5, atol=0):
+    elif not torch.equal(short, compute_their_frequencies(rope, width)):
         scaling = GivenFrequencies(tuple(short.tolist()))
     return replace(rope, scaling=scaling), order, gain
+
+
+def compute_their_frequencies(rope: Rope, width: int) -> Tensor:
+    """Those of a base, `[width / 2]`, as transformers rounds them: in float32, where ours are computed in float64."""
+    return 1 / rope.base ** (torch.arange(0, width, 2).float() / width)
 
 
 def _find_frequencies(rotary: Any, width: int, length: int) -> Tensor:

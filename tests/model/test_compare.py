@@ -6,16 +6,19 @@ import pytest
 import torch
 from published import LONGROPE, SIZES, transformers
 
+from lit_lazy.attention.position import NoScaling
 from lit_lazy.config import replace_at
 from lit_lazy.model.import_compare import compare
 from lit_lazy.model.import_convert import build, convert
 
 LONG = {"max_position_embeddings": 256}
+FAR = {"max_position_embeddings": 2**20}
+NEARLY = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 1.000005}
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 4.0}
-LONGROPE_64 = (
-    LONGROPE
-    | {"original_max_position_embeddings": 64, "partial_rotary_factor": 1.0}
-    | {"short_factor": [1.0, 1.5, 2.0, 3.0], "long_factor": [1.0, 2.0, 5.0, 7.0]}
+FACTORS = {"short_factor": [1.0, 1.5, 2.0, 3.0], "long_factor": [1.0, 2.0, 5.0, 7.0], "partial_rotary_factor": 1.0}
+FROM_64, FROM_600 = (
+    {"rope_parameters": LONGROPE | FACTORS | {(name := "original_max_position_embeddings"): n}, name: n}
+    for n in (64, 600)
 )
 WINDOWS = {"use_sliding_window": True, "sliding_window": 100, "max_window_layers": 2}
 WRONG: dict[str, tuple[str, dict[str, Any], str, Any]] = {
@@ -25,12 +28,11 @@ WRONG: dict[str, tuple[str, dict[str, Any], str, Any]] = {
     "a layer that rotates": ("SmolLM3", {"no_rope_layers": [1, 1, 0, 1]}, "position.skip_layers", ()),
     "another base": ("Llama", {}, "position.base", 10100.0),
     "a scaling beyond the context": ("Llama", {"rope_parameters": DYNAMIC}, "position.scaling.factor", 5.0),
-    "a scaling from another length on": (
-        "Phi3",
-        {"rope_parameters": LONGROPE_64, "original_max_position_embeddings": 64},
-        "position.scaling.trained_length",
-        80,
-    ),
+    "a scaling from another length on": ("Phi3", FROM_64, "position.scaling.trained_length", 80),
+    "a window beyond every length": ("Mistral", {"sliding_window": 600}, "attention.window", None),
+    "a scaling beyond every length": ("Phi3", FROM_600, "position.scaling.long", ()),
+    "nearly the same base": ("Llama", FAR, "position.base", 10000.05),
+    "a scaling by nearly one": ("Llama", {**FAR, "rope_parameters": NEARLY}, "position.scaling", NoScaling()),
     "another epsilon": ("Llama", {"rms_norm_eps": 1e-2}, "norm_eps", 2e-2),
 }
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 CONFIG, TOKENIZER, GENERATION = "config.json", "tokenizer.json", "generation_config.json"
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+ADAPTER, SINGLE, INDEX = "adapter_config.json", "model.safetensors", "model.safetensors.index.json"
 MOST_HEADER = 2**24
 """Bytes of a header or of settings, at most; published ones are small."""
 FLOATS = ("F64", "F32", "F16", "BF16")
@@ -80,6 +80,9 @@ def download(name: str) -> Path:
 
 def load_folder(folder: Path) -> tuple["PreTrainedModel", str]:
     """Raises a one-line ValueError for files that are missing or damaged, or hold other weights than floating-point."""
+    if (folder / ADAPTER).exists():  # alone, or to be added to the weights beside it, as transformers does
+        fix = "give the folder that peft's `merge_and_unload().save_pretrained(FOLDER)` writes, or remove the file"
+        raise ValueError(f"{ADAPTER}: is a PEFT adapter, which is not read; {fix}")
     if not (folder / CONFIG).exists():
         raise ValueError(f"has no {CONFIG}; give {MODEL_SOURCES}")
     settings = _read_json(folder / CONFIG)

@@ -75,6 +75,7 @@ def index_shards(index: dict[str, object]) -> Callable[[Path], object]:
 
 K = "model.layers.3.self_attn.k_proj.bias"
 DIFFER = "the logits differ from those of transformers' Qwen2For"
+ADAPTER = "adapter_config.json: is a PEFT adapter"
 TOO_LONG = struct.pack("<Q", MOST_HEADER + 1) + b"{}".ljust(MOST_HEADER + 1)
 SOURCES = {
     "another family": (change_config(model_type="gpt2"), "transformer.wte.weight: has no place in this decoder"),
@@ -97,6 +98,8 @@ SOURCES = {
     "a shard elsewhere": (index_shards({"weight_map": {K: "../x"}}), "has no weight_map of file names"),
     "another tokenizer": (overwrite("tokenizer.json", "{}"), "tokenizer.json: cannot be used ("),
     "no end": (change_config(eos_token_id=None), None),
+    "a model with an adapter": (overwrite("adapter_config.json", "{}"), ADAPTER),
+    "an adapter": (lambda x: [remove("config.json")(x), overwrite("adapter_config.json", "{}")(x)], ADAPTER),
     "quantised": (change_config(quantization_config={"quant_method": "fp8"}), ": give the weights before they were qu"),
 }
 

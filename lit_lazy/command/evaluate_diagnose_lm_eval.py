@@ -91,7 +91,7 @@ MOST_TOKENS = 2**17
         "--sequences N": ("maximum number of validation sequences (default 64)", {"default": 64}),
         "--rise NATS": "raise tau of each head from 0, at most to 4, until the loss is so much higher; for a model "
         "that was trained without thresholds and is changed by --model.attention.normaliser=Elastic",
-        "--out FOLDER": "output folder (default: diagnose-RUN in --runs)",
+        "--out FOLDER": "output folder (default: in --runs, one for each checkpoint and choice of options)",
     },
     "--threads",
     "--runs",

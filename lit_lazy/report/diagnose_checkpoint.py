@@ -37,7 +37,6 @@ from lit_lazy.training.check_before_run import load_data
 from lit_lazy.training.execution_settings import select_training_device
 from lit_lazy.training.head_monitor import STATE_KEY, History, make_history_arrays, read_history
 from lit_lazy.training.module import LitLM
-from lit_lazy.training.run_folder import FINAL_CHECKPOINT
 
 ARRAYS, FACTS = "diagnostics.npz", "diagnostics.json"
 
@@ -65,12 +64,11 @@ class Request:
 
     @property
     def name(self) -> str:
-        """Name of the checkpoint and, if given, of the other data, and a digest of what is changed."""
+        """Names of the checkpoint and of other data, and a digest of all that decides the results."""
         path = self.checkpoint.resolve()
-        name = path.parent.name if path.name == FINAL_CHECKPOINT else path.stem
-        changes = " ".join(self.changes)
-        digest = f"-{hashlib.sha256(changes.encode()).hexdigest()[:6]}" if changes else ""
-        return name + (f"-{Path(self.data).stem}" if self.data else "") + digest
+        data = f"-{Path(self.data).stem}" if self.data else ""
+        deciding = repr(replace(self, checkpoint=path, out=None, runs=Path()))
+        return f"{path.parent.name}-{path.stem}{data}-{hashlib.sha256(deciding.encode()).hexdigest()[:6]}"
 
     @property
     def changes(self) -> list[str]:
@@ -117,12 +115,13 @@ def diagnose(request: Request, console: Callable[[str], None] = print) -> Diagno
     for prefix in measured.prefixes:
         arrays = {name.removeprefix(prefix): x for name, x in measured.arrays.items() if name.startswith(prefix)}
         metrics |= {prefix + name: value for name, value in lengths.compute_length_metrics(arrays).items()}
+    replaced = ", in place of an earlier diagnosis" if (request.folder / FACTS).exists() else ""
     files = write_results(measured, metrics, sources, request)
     sample = f"means over {measured.arrays['sample'][0]} of {len(sources[''].validation)} validation sequences"
     of_rows = f", for sink/first_key_weight over query rows from position {FIRST_KEY_MIN_POSITION} on"
     how = f"`lit-lazy evaluate` takes loss/val over all{of_rows if 'sink/weight' in measured.arrays else ''}"
     console(f"\n{format_table(metrics, measured.prefixes)}\n\n{sample}; {how}")
-    console(f"\nfiles: {request.folder} ({', '.join(file.name for file in files)})")
+    console(f"\nfiles: {request.folder} ({', '.join(file.name for file in files)}){replaced}")
     track(Tracker(uri, "diagnose"), cfg, metrics, files, sources[""], request)
     return measured
 

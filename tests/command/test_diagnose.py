@@ -1,7 +1,9 @@
 """`lit-lazy diagnose`: arrays, figures and MLflow run of a checkpoint; Table 1; a mistake is one line."""
 
 import json
+import re
 import shutil
+from dataclasses import fields, replace
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -12,13 +14,13 @@ from mistakes import expect_refusal
 from stores import make_runs
 from untrained import save
 
-from lit_lazy.attention import Elastic, LearnedAbsolute, LearnedBias, Mamba2
+from lit_lazy.attention import Elastic, Eviction, LearnedAbsolute, LearnedBias, Mamba2
 from lit_lazy.command.main import main
 from lit_lazy.config.checkpoint_file import read_checkpoint
 from lit_lazy.config.serialisation import replace_at
 from lit_lazy.config.user_files import experiment
 from lit_lazy.measure.diagnostic_arrays import Diagnostics
-from lit_lazy.measure.diagnostics import measure
+from lit_lazy.measure.diagnostics import Maps, measure
 from lit_lazy.report.diagnose_checkpoint import Request, diagnose
 from lit_lazy.table.build import read_table
 from lit_lazy.tracking.store_address import TrackingError, default_uri
@@ -48,7 +50,32 @@ def diagnosed(trained: Path, tmp_path_factory: pytest.TempPathFactory, empty_sto
     runs = make_runs(tmp_path_factory.mktemp("diagnosed"), empty_store)
     options = ["--lengths", "24,16,32", "--layers", "1,0", "--heads", "1", "--sequences", "10", "--threads", "1"]
     assert main(["diagnose", str(trained), "--runs", str(runs), *options]) == 0
-    return runs / "diagnose-abcdef"
+    return find_folder(runs)
+
+
+def find_folder(runs: Path) -> Path:
+    """The folder of the only diagnosis."""
+    (folder,) = runs.glob("diagnose-abcdef-final-*")
+    return folder
+
+
+def test_only_a_request_for_the_same_results_has_the_same_folder() -> None:
+    first = Request(Path("a/model.ckpt"))
+    assert re.fullmatch(r"runs/diagnose-a-model-\w{6}", str(first.folder))
+    assert Request(Path.cwd() / "b/../a/model.ckpt", runs=Path("elsewhere")).folder.name == first.folder.name
+    others = {
+        "checkpoint": [Path("b/model.ckpt"), Path("b/a/model.ckpt")],
+        "overrides": [("--data.task_seed=1",)],
+        "rise": [0.1],
+        "data": ["stdlib", "a/stdlib.py"],
+        "lengths": [(32,)],
+        "eviction": [Eviction(4, 8), Eviction(4, 9)],
+        "maps": [Maps(layers=(0,)), Maps(heads=(0,))],
+        "sequences": [8],
+    }
+    assert {field.name for field in fields(Request)} == {*others, "out", "runs"}
+    requests = [first, *(replace(first, **{name: value}) for name, values in others.items() for value in values)]
+    assert len({request.folder for request in requests}) == len(requests)
 
 
 def test_the_arrays_are_those_of_the_model_its_beginning_and_the_lengths(diagnosed, trained) -> None:
@@ -110,10 +137,10 @@ def test_lengths_with_a_cache_that_evicts(trained: Path, runs: Path, capsys: pyt
     assert said.count("the same with the first 2 and 10 newest tokens in its cache, token by token (") == 2
     scalars = said.partition("\n\n")[2].splitlines()
     assert scalars[0].split() == ["trained", "init", "L40"]
-    metrics = json.loads((runs / "diagnose-abcdef" / "diagnostics.json").read_text())["metrics"]
+    metrics = json.loads((find_folder(runs) / "diagnostics.json").read_text())["metrics"]
     keys = [f"{metrics[f'{prefix}entropy/keys']:.4g}" for prefix in ("", "init/", "L40/")]
     assert scalars[scalars.index("entropy") + 1].split() == ["keys", *keys]
-    arrays = Diagnostics.load(runs / "diagnose-abcdef" / "diagnostics.npz").arrays
+    arrays = Diagnostics.load(find_folder(runs) / "diagnostics.npz").arrays
     assert arrays["L40/streamed/kept"].tolist() == [2, 10]
     assert arrays["L40/streamed/n"].tolist() == [*range(1, 12), *[12] * 29]
     whole, streamed = arrays["L40/loss/by_position"], arrays["L40/streamed/loss"]
@@ -132,7 +159,7 @@ def test_lengths_with_a_cache_that_evicts(trained: Path, runs: Path, capsys: pyt
 def test_mlflow_out_of_reach_leaves_the_results(trained, runs, monkeypatch, capsys) -> None:
     monkeypatch.setattr(Tracker, "update", Mock(side_effect=TrackingError("gone away")))
     assert main(["diagnose", str(trained), "--runs", str(runs), "--threads", "1"]) == 1
-    folder, error = runs / "diagnose-abcdef", capsys.readouterr().err
+    folder, error = find_folder(runs), capsys.readouterr().err
     assert error.startswith(f"lit-lazy: results are in {folder}, but MLflow did not store them (gone away); run the")
     assert (folder / "diagnostics.npz").exists()
 
@@ -188,9 +215,9 @@ def test_the_rest_of_a_diagnosis_is_made(tmp_path: Path, runs: Path, capsys: pyt
     """Loss by position at further lengths, hidden states, and figures of both, in place of those of another model."""
     run(MAMBA, tmp_path / "abcdef", keep_checkpoint=True)
     mamba = tmp_path / "abcdef" / FINAL_CHECKPOINT
-    folder = runs / "diagnose-abcdef"
+    folder = Request(mamba, lengths=(32,), runs=runs).folder
     folder.mkdir()
-    for name in ("tau_by_layer.png", "mine.png"):
+    for name in ("tau_by_layer.png", "mine.png", "diagnostics.json"):
         (folder / name).write_text("of another model")
     assert main(["diagnose", str(mamba), "--runs", str(runs), "--lengths", "32", "--threads", "1"]) == 0
     found = Diagnostics.load(folder / "diagnostics.npz")
@@ -202,6 +229,7 @@ def test_the_rest_of_a_diagnosis_is_made(tmp_path: Path, runs: Path, capsys: pyt
     assert {path.stem for path in folder.glob("*.png")} == {"rank_profile", "loss_by_length", "mine"}
     printed = capsys.readouterr().out
     assert "effective_rank" in printed
+    assert "), in place of an earlier diagnosis\n" in printed
     assert "sink" not in printed
     assert main(["evaluate", str(mamba), "--threads", "1"]) == 0
     assert "loss/val" in capsys.readouterr().out

@@ -21,6 +21,7 @@ from mistakes import expect_refusal, snapshot_tree
 from lit_lazy.command.main import main
 from lit_lazy.grid.cell_state import claim
 from lit_lazy.grid.run import IN_USE
+from lit_lazy.report.diagnose_checkpoint import Request
 from lit_lazy.report.index_and_search_pages import list_entries
 from lit_lazy.support.locks import hold_shared
 from lit_lazy.tracking.serve import show_links
@@ -256,7 +257,7 @@ def test_a_diagnosis_is_removed_with_its_runs(runs: Path, capsys: pytest.Capture
     model = next((runs / "train-backcopy_tiny").glob("*/final.ckpt"))
     assert main(["diagnose", str(model), "--sequences", "2", "--threads", "1"]) == 0
     found = list_names(capsys)
-    folder = f"diagnose-{model.parent.name}"
+    folder = Request(model, sequences=2, runs=runs).folder.name
     assert (found["diagnose"][:4], found[folder][:2]) == (["diagnosis", "runs", "in", "MLflow"], ["diagnosis", "files"])
     tracker = Tracker(default_uri(runs), "diagnose")
     for name in (folder, "diagnose"):

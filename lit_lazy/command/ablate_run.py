@@ -26,6 +26,7 @@ from lit_lazy.command.options import (
     make_execution,
 )
 from lit_lazy.support.checked_fields import require
+from lit_lazy.support.environment_variables import read_torchrun_size
 from lit_lazy.support.names_to_paths import find
 from lit_lazy.support.secrets import format_command_line
 
@@ -435,7 +436,7 @@ def make_grid(options: argparse.Namespace, request: GridRequest) -> "Grid":
 
 def check_launcher(options: argparse.Namespace) -> None:
     """Raise ValueError under torchrun, if an option needs --launcher ray, or if Ray is not installed."""
-    if "TORCHELASTIC_RUN_ID" in os.environ:
+    if read_torchrun_size() is not None:
         raise ValueError("torchrun: would start the grid several times; run it without torchrun, and give --devices")
     if options.launcher == "local":
         check_workers(options)

@@ -23,6 +23,7 @@ from lit_lazy.command.runs_report_dashboard import add_runs_to, dashboard, mirro
 from lit_lazy.command.tokenise_train_generate import generate, tokenise, train
 from lit_lazy.config.overrides import check_field_names
 from lit_lazy.support.disk import describe_failed_write
+from lit_lazy.support.environment_variables import check_variables
 from lit_lazy.support.error_messages import UnfinishedError, describe_exception, explain, sanitise
 from lit_lazy.support.secrets import hide_passwords
 from lit_lazy.support.streams import prepare_streams
@@ -155,8 +156,9 @@ def _check_rest(options: argparse.Namespace, rest: Sequence[str]) -> None:
 
 
 def _check_surroundings() -> None:
-    """Raise ValueError if the current folder or that of temporary files cannot be used, as libraries do on import."""
+    """Raise ValueError for a folder or an environment variable that cannot be used, as libraries do on import."""
     with explain("the current folder cannot be used", "change to another", OSError):
         os.getcwd()
     with explain("TMPDIR cannot be used", "set it to a folder that can be written", FileNotFoundError):
         tempfile.gettempdir()
+    check_variables()

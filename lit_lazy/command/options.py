@@ -22,6 +22,7 @@ from lit_lazy.support.checked_fields import (
     describe_kind,
     parse,
 )
+from lit_lazy.support.environment_variables import read_torchrun_size
 from lit_lazy.support.error_messages import did_you_mean, naming, sanitise
 from lit_lazy.support.names_to_paths import find, find_python_file, suggest_file
 
@@ -328,7 +329,7 @@ def append_init_from(options: argparse.Namespace, overrides: list[str]) -> list[
 
 def make_execution(options: argparse.Namespace) -> "Execution":
     """The execution that the options and torchrun define. Raises ValueError if the machine lacks the devices."""
-    from lit_lazy.training.execution_settings import Execution, check_devices, read_torchrun_size
+    from lit_lazy.training.execution_settings import Execution, check_devices
 
     launched = read_torchrun_size()
     devices = options.devices or launched or 1

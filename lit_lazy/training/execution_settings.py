@@ -1,6 +1,5 @@
 """How and where a run is executed: not part of its key, and without effect beyond rounding."""
 
-import os
 from dataclasses import dataclass
 from typing import Literal
 
@@ -110,8 +109,3 @@ def check_devices(devices: int) -> None:
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     available, kind = (gpus, "GPUs") if gpus else (count_cores(), "cores")
     require(devices <= available, "--devices", devices, f"must be at most the {available} {kind} of this machine")
-
-
-def read_torchrun_size() -> int | None:
-    """Number of processes that torchrun started on all machines; None if this process was not started by torchrun."""
-    return int(os.environ["WORLD_SIZE"]) if "TORCHELASTIC_RUN_ID" in os.environ else None

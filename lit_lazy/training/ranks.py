@@ -24,8 +24,8 @@ import torch
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from torch import distributed
 
+from lit_lazy.support.environment_variables import TORCHRUN, read_torchrun_size
 from lit_lazy.support.error_messages import UnfinishedError, describe_exception
-from lit_lazy.training.execution_settings import read_torchrun_size
 
 MODULE = "lit_lazy.training.trainer"
 """The module that the other ranks run."""
@@ -201,7 +201,7 @@ def start_ranks(devices: int) -> Iterator[RankGroup | None]:
 def _start_rank(port: int, rank: int, size: int) -> "subprocess.Popen[bytes]":
     """Start a rank as torchrun would. It ends when its standard input closes, even if this process is killed."""
     threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), torch.get_num_threads())
-    group = {"MASTER_ADDR": LOCAL, "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "lit-lazy"}
+    group = {"MASTER_ADDR": LOCAL, "MASTER_PORT": port, TORCHRUN: "lit-lazy"}
     group |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
     env = os.environ | {name: str(value) for name, value in (threads | group).items()}
     return subprocess.Popen(

@@ -181,6 +181,23 @@ def test_a_machine_without_a_folder_for_temporary_files_is_one_line(tmp_path, mo
     assert expect_refusal(TRAIN, capsys).startswith("lit-lazy: TMPDIR cannot be used (No usable temporary directory")
 
 
+VARIABLES = {
+    "MPLBACKEND": ("matplotlib", "matplotlib refuses it (Key backend: 'odd' is not a valid value"),
+    "HF_HUB_DOWNLOAD_TIMEOUT": ("huggingface_hub.constants", "huggingface_hub.constants refuses it (invalid literal"),
+    "TORCHELASTIC_RUN_ID": ("", "says that torchrun started this process, which sets WORLD_SIZE to a number"),
+}
+
+
+@pytest.mark.parametrize(("name", "module", "problem"), [(name, *found) for name, found in VARIABLES.items()])
+def test_a_variable_that_stops_a_library_is_named(name, module, problem, monkeypatch, capsys) -> None:
+    monkeypatch.delitem(sys.modules, module, raising=False)  # which is imported once in this process
+    monkeypatch.setenv(name, "odd")
+    for command in (TRAIN, CELL):
+        error = expect_refusal(command, capsys)
+        assert error.startswith(f"lit-lazy: {name}='odd': {problem}")
+        assert "; unset it, or " in error
+
+
 BASE = """
 import dataclasses
 import torch

@@ -4,7 +4,6 @@ import argparse
 import json
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from lit_lazy.command.grid_helpers import choose_output, open_grid_folder
 from lit_lazy.command.options import Commands, add_command, add_grid, add_options, of_kind
@@ -15,9 +14,6 @@ from lit_lazy.support.names_to_paths import find, find_grids, list_available
 
 TABLE = "table.json"
 """As in `lit_lazy.table.build`, whose import takes long."""
-
-if TYPE_CHECKING:
-    pass
 
 
 def add_to(commands: Commands) -> None:

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Annotated, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -146,11 +146,16 @@ class NormaliserModule(nn.Module, ABC):
         """A faster path for a call whose q is already `queries`; None without one."""
         return None
 
-    def forward(self, call: AttentionCall) -> tuple[Tensor, Stats | None]:
+    def forward(
+        self, call: AttentionCall, attend: Callable[[AttentionCall], tuple[Tensor, Any]] | None = None
+    ) -> tuple[Tensor, Any]:
         """Output `[B, H, Lq, D]`, and `Stats` of `[B, H, Lq]` if requested.
 
+        attend: an exported model's own computation, which needs a call too: before one, hooks load offloaded weights.
         The first call raises a one-line ValueError if the module violates its contract (`probe`).
         """
+        if attend is not None:
+            return attend(call)
         if not (self._probed or call.q.device.type == "meta" or torch.compiler.is_compiling()):
             width = call.q.shape[1] * call.q.shape[3] if call.x is None else call.x.shape[-1]
             self.probe(call.q.shape[1], call.q.shape[3], width, call.q.device, compute_dtype(call.q))

@@ -26,6 +26,10 @@ class PositionModule(nn.Module):
 
     relative: bool = False
 
+    def forward(self, x: Tensor, length: int, offset: int, *places: Tensor) -> tuple[Tensor, Callable]:
+        """`embed` of x, the last of `length` tokens from `offset` on, and `rotation`; hooks load weights for a call."""
+        return self.embed(x, offset + length - x.shape[1], *places), self.rotation(length, offset, *places)
+
     def embed(self, x: Tensor, offset: int, places: Tensor | None = None) -> Tensor:  # noqa: ARG002
         """Add positions to x `[B, L, d_model]`, whose first token has the 0-based position `offset`."""
         return x
@@ -250,10 +254,8 @@ class _LearnedAbsolute(PositionModule, SelfInitialised):
         nn.init.normal_(self.embedding.weight, std=self.init_std, generator=generator_of("embedding.weight"))
 
     def embed(self, x: Tensor, offset: int, places: Tensor | None = None) -> Tensor:
-        if places is not None:
-            return x + self.embedding(places)
         end, learned = offset + x.shape[1], self.embedding.num_embeddings
-        if end > learned:
+        if places is None and end > learned:
             fix = "use Rope or NoPosition for longer sequences"
             raise ValueError(f"LearnedAbsolute: {end} positions requested, {learned} learned; {fix}")
-        return x + self.embedding.weight[offset:end]
+        return x + self.embedding(torch.arange(offset, end, device=x.device) if places is None else places)

@@ -155,11 +155,9 @@ class DecoderLM(nn.Module):
         dropout_keys: Tensor | None = None,
     ) -> tuple[Tensor, list[Stats]]:
         """Residual stream after the last block `[B, L, d_model]`, and each layer's `Stats` `[B, H, L]` if requested."""
-        new = tokens.shape[1]
-        span, offset = cache[0].span(new) if cache else (new, 0)
+        span, offset = cache[0].span(tokens.shape[1]) if cache else (tokens.shape[1], 0)
         places = () if place is None else (place,)
-        x = self.position.embed(self.embedding(tokens), offset + span - new, *places)
-        rotate = self.position.rotation(span, offset, *places)
+        x, rotate = self.position(self.embedding(tokens), span, offset, *places)
         cu_seqlens = None if place is None else find_boundaries(place)
         inputs = PassInputs(rotate, None, with_stats, key_mask, cu_seqlens, dropout_keys)
         collected: list[Stats] = []

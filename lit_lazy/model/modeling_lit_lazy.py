@@ -81,6 +81,9 @@ class _Attention(Attention):
         self.config = config
 
     def attend(self, call: AttentionCall) -> tuple[Tensor, Any]:
+        return self.normaliser(call, self._attend_by_parts)
+
+    def _attend_by_parts(self, call: AttentionCall) -> tuple[Tensor, Any]:
         rule, eager = self.normaliser, self.config._attn_implementation == "eager"
         weights = rule.compute_weights(call).w if call.with_stats else None
         call = call._replace(q=rule.queries(call), with_stats=False)
@@ -218,9 +221,8 @@ class LitLazyForCausalLM(PreTrainedModel, GenerationMixin):
             position_ids = (counted.cumsum(-1) - 1).clamp(min=0)[:, past:].long()
         if not self.position.relative:
             self._require_one_rotation(position_ids, past > 0)
-        self.position.embed(x[:1, :1], int(position_ids.max()))  # says that a text is too long, if it is
-        x = self.position.embed(x, 0, position_ids)
-        turn = self.position.rotation(length, 0, position_ids)
+        self.position(x[:1, :1], 1, int(position_ids.max()))  # says that a text is too long, if it is
+        x, turn = self.position(x, length, 0, position_ids)
 
         def rotate(heads: Tensor) -> Tensor:  # of blocks that may be on other devices
             return turn(heads.to(position_ids.device)).to(heads.device)

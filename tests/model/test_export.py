@@ -1,6 +1,7 @@
 """Export: transformers' model returns our logits with cache and padding, for every part, and for a user's."""
 
 import ast
+import copy
 import dataclasses
 import json
 import os
@@ -12,6 +13,7 @@ import torch
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read at the import of transformers, so that no test uses the network
 
+import accelerate
 import transformers
 from transformers import AutoModelForCausalLM
 
@@ -166,6 +168,7 @@ def check_logits(ours, folder, kernels):
     assert dict(theirs.named_parameters()).keys() == {name for name, x in ours.named_parameters() if x.requires_grad}
     assert theirs.config.keys_to_ignore_at_inference == [CACHE]  # Trainer adds it to a list
     check_documents(theirs)
+    check_offload(theirs)
     real = torch.ones_like(TOKENS)
     real[1, :4] = 0
     if not ours.position.keeps_rotation(1, LENGTH):
@@ -206,6 +209,16 @@ def check_documents(model):
         for tokens, logits, row in zip(TOKENS, packed, rows, strict=True):
             for document, found in zip(tokens.split(row), logits.split(row), strict=True):
                 torch.testing.assert_close(found, model(document[None]).logits[0], **CLOSE)
+
+
+def check_offload(model):
+    """accelerate's hooks give a module its weights and constants only for a call of that module."""
+    expected = model(TOKENS, output_attentions=True)
+    offloaded = accelerate.cpu_offload(copy.deepcopy(model), torch.device("cpu"), offload_buffers=True)
+    assert {x.device.type for x in (*offloaded.parameters(), *offloaded.buffers())} == {"meta"}
+    found = offloaded(TOKENS, output_attentions=True)
+    for one, other in zip((found.logits, *found.attentions), (expected.logits, *expected.attentions), strict=True):
+        assert torch.equal(one, other)
 
 
 RULE = """
@@ -370,6 +383,22 @@ def test_saved_again_it_is_the_same_to_the_bit(tied, tmp_path):
     state = ours.state_dict() | dict(ours.named_buffers())
     assert all(torch.equal(x, state[name]) for name, x in again.state_dict().items())
     assert again.state_dict().keys() == state.keys()
+
+
+@pytest.mark.parametrize("implementation", ["eager", None])
+def test_layers_on_the_disk(implementation, tmp_path):
+    folder = exported(build(**VARIANTS["per token, learned positions"]), tmp_path / "out")
+    options = {"attn_implementation": implementation}
+    devices = {
+        "embedding": "cpu",
+        "position": "disk",
+        "blocks.0": "cpu",
+        "blocks.1": "disk",
+        "norm": "disk",
+        "head": "cpu",
+    }
+    model = load(folder, device_map=devices, offload_folder=tmp_path / "weights", offload_buffers=True, **options)
+    assert torch.equal(model(TOKENS).logits, load(folder, **options)(TOKENS).logits)
 
 
 SMALL_PARTS = ("normaliser", "attention.bias", "position.frequency")

@@ -188,7 +188,8 @@ class LitLazyForCausalLM(PreTrainedModel, GenerationMixin):
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
     ) -> CausalLMOutputWithPast | tuple[Tensor, ...]:
-        """input_ids `[B, L]`: the newest tokens. attention_mask `[B, Lk]`: of all tokens so far, 0 for padding.
+        """input_ids `[B, L]`: the newest tokens. attention_mask `[B, Lk]`: of all tokens so far, 0 for padding,
+        which is before or after the text.
 
         position_ids `[B or 1, L]`: where they do not rise by 1 a document begins, as in other models of transformers,
         unless there is a mask or the cache holds tokens. labels `[B, L]`: each is the target of the previous token,
@@ -210,6 +211,9 @@ class LitLazyForCausalLM(PreTrainedModel, GenerationMixin):
             fix = f"give [B, {past + length}], and a DynamicCache as {CACHE}"
             raise ValueError(f"attention_mask has shape {list(attention_mask.shape)}; {fix}")
         mask = None if attention_mask is None or bool(attention_mask.all()) else attention_mask.bool()
+        if mask is not None and bool(((mask[:, 1:] > mask[:, :-1]).sum(-1) > (~mask[:, 0]).int()).any()):
+            problem = "is 0 between tokens with 1, and distances and windows would count what it hides"
+            raise ValueError(f"attention_mask: {problem}; give 0 only before or after a text")
         boundaries = None
         if position_ids is not None and attention_mask is None and past == 0:
             documents = find_packed_sequence_indices(position_ids.expand(len(x), -1))

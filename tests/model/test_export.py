@@ -368,6 +368,13 @@ def test_what_the_model_cannot_serve_is_said(tmp_path):
         model(torch.zeros(1, CONTEXT + 1, dtype=torch.long))
     with pytest.raises(ValueError, match="a DynamicCache"):
         model.generate(TOKENS, max_new_tokens=2, cache_implementation="static")
+    for hidden in ([5], [0, 1, 5], [5, LENGTH - 1]):
+        mask = torch.ones_like(TOKENS)
+        mask[1, hidden] = 0
+        for past in (0, LENGTH - 1):  # all at once, and the last token after a cache
+            cache = model(TOKENS[:, :past])[CACHE] if past else None
+            with pytest.raises(ValueError, match="attention_mask: is 0 between tokens with 1, "):
+                model(TOKENS[:, past:], attention_mask=mask, **{CACHE: cache})
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -466,7 +473,8 @@ def test_attentions_and_hidden_states_are_ours(name, implementation, tmp_path):
         torch.testing.assert_close(whole[1:, :, 4:, 4:], cut, **CLOSE)
         assert not whole[1, :, :, :4].any()
     options = {"max_new_tokens": 2, "do_sample": False, "eos_token_id": None, "return_dict_in_generate": True}
-    steps = model.generate(TOKENS, output_attentions=True, **options).attentions
+    whole = torch.ones_like(TOKENS)  # transformers would hide tokens that equal the padding token
+    steps = model.generate(TOKENS, attention_mask=whole, output_attentions=True, **options).attentions
     assert [step[0].shape[2:] for step in steps] == [(LENGTH, LENGTH), (1, LENGTH + 1)]
 
 

@@ -146,9 +146,7 @@ class NormaliserModule(nn.Module, ABC):
         """A faster path for a call whose q is already `queries`; None without one."""
         return None
 
-    def forward(
-        self, call: AttentionCall, attend: Callable[[AttentionCall], tuple[Tensor, Any]] | None = None
-    ) -> tuple[Tensor, Any]:
+    def forward(self, call: AttentionCall, attend: Callable | None = None) -> tuple[Tensor, Any]:
         """Output `[B, H, Lq, D]`, and `Stats` of `[B, H, Lq]` if requested.
 
         attend: an exported model's own computation, which needs a call too: before one, hooks load offloaded weights.

@@ -1,18 +1,21 @@
 """The decoder language model: pre-norm blocks of a token mixer and SwiGLU, and their dropout."""
 
 import hashlib
+import traceback
 from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from flash_lazy import Stats
 from lit_lazy.attention import Attention, Cache, Eviction, MixerModule, PassInputs, StreamingCache
 from lit_lazy.attention.mixer import SelfInitialised
 from lit_lazy.config.schema import ModelConfig
-from lit_lazy.support.error_messages import one_line
+from lit_lazy.support.checked_fields import CheckedFields
+from lit_lazy.support.error_messages import describe_exception, one_line
 
 
 class SwiGLU(nn.Module):
@@ -176,9 +179,23 @@ class DecoderLM(nn.Module):
 
 
 def build_empty(cfg: ModelConfig, vocab_size: int, context_length: int) -> DecoderLM:
-    """A model without memory for its weights."""
-    with torch.device("meta"):
-        return DecoderLM(cfg, vocab_size, context_length, seed=None)
+    """A model without memory for its weights. Raises a one-line ValueError that names a class which prevents that."""
+    try:
+        with torch.device("meta"):
+            model = DecoderLM(cfg, vocab_size, context_length, seed=None)
+    except ValueError:
+        raise
+    except Exception as error:  # of a user's class, such as that a tensor has no value yet
+        builders = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
+        name = [type(x).__name__ for x in builders if isinstance(x, nn.Module | CheckedFields)][-1]
+        problem = f"{name}: cannot be built on the meta device ({describe_exception(error)})"
+        raise ValueError(f"{problem}; use numbers, or tensors with device='cpu'") from error
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if name not in ("_parameters", "_buffers") and any(getattr(x, "is_meta", 0) for x in tree_leaves(value)):
+                problem = "is a tensor that is neither a parameter nor a buffer"
+                raise ValueError(f"{type(module).__name__}.{name}: {problem}; use register_buffer")
+    return model
 
 
 def find_boundaries(place: Tensor) -> Tensor:

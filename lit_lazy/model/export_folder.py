@@ -13,7 +13,7 @@ from lit_lazy.config.schema import ModelConfig
 from lit_lazy.config.serialisation import to_dict
 from lit_lazy.config.user_classes import iter_classes
 from lit_lazy.data.source_interface import SpecialTokens
-from lit_lazy.model.decoder import DecoderLM
+from lit_lazy.model.decoder import DecoderLM, build_empty
 from lit_lazy.model.export_sources import collect_sources
 from lit_lazy.support.checked_fields import require
 
@@ -73,11 +73,12 @@ def make_token_ids(tokens: SpecialTokens) -> dict[str, int | list[int]]:
 
 
 def write(folder: Path, model: DecoderLM, card: str, tokenizer: str | None, tokens: SpecialTokens) -> None:
-    """Write an exported model to a folder. Raises ValueError as `collect_code` does.
+    """Write an exported model to a folder. Raises ValueError as `collect_code` and `build_empty` do.
 
     card: content of README.md. tokenizer: content of a file of the `tokenizers` library; tokens: of those that it has.
     """
     code = collect_code(model.cfg)
+    build_empty(model.cfg, model.embedding.num_embeddings, model.context_length)  # as transformers will
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())  # a tied weight once, and all constants
     state = {name: x.detach().cpu().contiguous() for name, x in tensors.items()}
     save_file(state, folder / "model.safetensors", {"format": "pt"})

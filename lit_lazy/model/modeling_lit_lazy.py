@@ -188,8 +188,7 @@ class LitLazyForCausalLM(PreTrainedModel, GenerationMixin):
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
     ) -> CausalLMOutputWithPast | tuple[Tensor, ...]:
-        """input_ids `[B, L]`: the newest tokens. attention_mask `[B, Lk]`: of all tokens so far, 0 for padding,
-        which is before or after the text.
+        """input_ids `[B, L]`: the newest tokens. attention_mask `[B, Lk]`: of all tokens so far, 0 for outer padding.
 
         position_ids `[B or 1, L]`: where they do not rise by 1 a document begins, as in other models of transformers,
         unless there is a mask or the cache holds tokens. labels `[B, L]`: each is the target of the previous token,

@@ -10,7 +10,7 @@ from torch.nn.functional import pad
 
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.user_classes import iter_user_classes
-from lit_lazy.model.decoder import DecoderLM
+from lit_lazy.model.decoder import DecoderLM, build_empty
 from lit_lazy.support.checked_fields import NonNegativeFloat, check_value
 from lit_lazy.support.error_messages import naming, naming_user_errors
 from lit_lazy.training.module import LitLM, Teacher
@@ -43,6 +43,7 @@ def rehearse(cfg: RunConfig, context_length: int, documents: bool) -> None:
         _take_step(module, tokens)
         if in_training:
             _check_schedule(cfg)
+    build_empty(model, VOCABULARY, context_length)
 
 
 @torch.no_grad()

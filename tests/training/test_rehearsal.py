@@ -1,7 +1,9 @@
 """A user's part that would make a model wrong without a word is refused before anything is created."""
 
 import dataclasses
+import re
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +16,9 @@ from lit_lazy.attention.position import PositionModule
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.serialisation import replace_at
 from lit_lazy.config.user_files import experiment
+from lit_lazy.data.source_interface import SpecialTokens
+from lit_lazy.model.decoder import DecoderLM
+from lit_lazy.model.export_folder import write
 from lit_lazy.optim import Distillation, Optimiser, Schedule
 from lit_lazy.training.check_before_run import prepare_outline
 from lit_lazy.training.checkpoints import change_model
@@ -261,3 +266,43 @@ def test_a_part_that_a_trained_model_is_given_is_rehearsed() -> None:
     change_model(trained, replace_at(TINY, {"model.attention.gate": OwnGated("")}))
     with pytest.raises(ValueError, match=LATER):
         change_model(trained, replace_at(TINY, {"model.attention.gate": OwnGated(LATER)}))
+
+
+class Unheld(GateModule):
+    def __init__(self, tensors):
+        super().__init__()
+        self.register_buffer("own", torch.ones(16), persistent=False)
+        self.constants = tensors()
+
+    def forward(self, out, x, v):  # noqa: ARG002
+        return out * self.own
+
+
+@dataclasses.dataclass(frozen=True)
+class OwnUnheld(Gate):
+    said: str
+
+    def build(self, shape):  # noqa: ARG002
+        return Unheld(UNHELD[self.said])
+
+
+UNHELD = {
+    "": lambda: torch.ones(16, device="cpu"),
+    "Unheld.constants: is a tensor that is neither a parameter nor a buffer; use register_buffer": lambda: torch.ones(
+        16
+    ),
+    "Unheld.constants: is a tensor": lambda: {"in": [torch.ones(16)]},
+    "Unheld: cannot be built on the meta device (RuntimeError: ": lambda: torch.ones(()).item(),
+}
+
+
+@pytest.mark.parametrize("said", UNHELD)
+def test_a_part_must_be_one_that_can_be_built_without_memory(said: str, tmp_path: Path) -> None:
+    """As transformers builds an export, and this project a model whose weights are read later."""
+    cfg = replace_at(TINY, {"model.attention.gate": OwnUnheld(said)})
+    with pytest.raises(ValueError, match=f"^{re.escape(said)}") if said else nullcontext():
+        prepare_outline(cfg)
+    if said:
+        with pytest.raises(ValueError, match=f"^{re.escape(said)}"):
+            write(tmp_path, DecoderLM(cfg.model, 17, 16, seed=0), "card", None, SpecialTokens())
+        assert not [*tmp_path.iterdir()]

@@ -4,7 +4,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from lit_lazy.config.serialisation import flatten
+from lit_lazy.config.key import evaluation_key
+from lit_lazy.config.schema import RunConfig
+from lit_lazy.config.serialisation import flatten, from_dict
 from lit_lazy.grid.cell_record import CellRecord
 from lit_lazy.grid.cell_state import read_state
 from lit_lazy.grid.grid_folder import GridFolder
@@ -66,9 +68,12 @@ def merge_plan(grid: Grid) -> tuple[Plan, list[CellRecord]]:
             f"again, which took {format_duration(sum(lost))}, and with --keep-checkpoint once for all later metrics"
         )
     only_measured, former = {cell.variant for cell in same} - others, known.cells
+    mixed = _find_mixed(grid, former, only_measured)
 
     def find_changes(variant: str) -> str:
         """What changed in a row since its first cell; "" if only what is measured on its finished models did."""
+        if variant in mixed:
+            return "its evaluations, also of seeds that this command leaves out, changed"
         if variant in only_measured:
             return ""
         begun = [cell.settings for cell in former if cell.variant == variant and cell.settings]
@@ -79,6 +84,14 @@ def merge_plan(grid: Grid) -> tuple[Plan, list[CellRecord]]:
 
     finished = {cell.key for cell in known.cells if cell.status == "complete"} if grid.changed else None
     return merge(grid.plan, known.plan, grid.row_order, find_changes, finished), measurable
+
+
+def _find_mixed(grid: Grid, former: Collection[CellRecord], variants: Collection[str]) -> set[str]:
+    """Rows whose metrics would have one name but two meanings: finished cells not asked for have other evaluations."""
+    asked, now = {(cell.variant, cell.seed) for cell in grid.cells}, {cell.variant: cell.config for cell in grid.cells}
+    keys = {name: {*map(evaluation_key, from_dict(RunConfig, now[name]).evaluations)} for name in variants}
+    left_out = [cell for cell in former if cell.variant in keys and (cell.variant, cell.seed) not in asked]
+    return {cell.variant for cell in left_out if cell.result and cell.result.evaluations.keys() - keys[cell.variant]}
 
 
 def describe_measurable(cells: Collection[CellRecord]) -> str:
@@ -120,8 +133,7 @@ def merge(
     changes = _collect_changes(now, former, order, find_changes)
     if changes and (finished is None or GONE in changes.values()):
         raise ChangedRowError(changes)
-    untrained = changes.keys() - now.keys.keys()  # stay what they were
-    definitions = now.definitions | {name: former.definitions.get(name, "") for name in untrained}
+    definitions = former.definitions | now.definitions
     former = _set_aside(former, changes, now, finished or ())
     order = [name for row in order for name in (row, *(old for old, new in former.replaced.items() if new == row))]
     rows, command = {row.variant: row for row in former.rows}, former.command
@@ -160,14 +172,15 @@ def _collect_changes(
 
 
 def _set_aside(former: Plan, changes: Mapping[str, str], now: Plan, finished: Collection[str]) -> Plan:
-    """A former plan with the finished cells of changed rows, of those that `now` trains, in rows of other names.
+    """A former plan with the finished cells of changed rows in rows of other names.
 
-    A row that was set aside and is again what the ablation defines gets its name back.
+    Also of those that `now` does not train: rows that it does train are not comparable with what they were. A row that
+    was set aside and is again what the ablation defines gets its name back.
     """
-    names: dict[str, str] = {}
-    for variant in changes.keys() & now.keys.keys():
-        names[variant] = name_version(variant, former.definitions.get(variant, ""))
-        names[name_version(variant, now.definitions[variant])] = variant
+    names = {variant: name_version(variant, former.definitions.get(variant, "")) for variant in changes}
+    unchanged = {row.variant for row in former.rows} - changes.keys()
+    for variant in now.keys.keys() - unchanged:
+        names[name_version(variant, now.definitions.get(variant, ""))] = variant
     rows: dict[str, RowInfo] = {}
     keys, axis_values, replaced = {}, {}, {}
     for row in former.rows:

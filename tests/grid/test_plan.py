@@ -8,18 +8,24 @@ from types import SimpleNamespace
 from typing import Any, get_args
 
 import pytest
+from asked_grid import ask_for_grid
+from two_rows import two_rows
 
 from flash_lazy import Backend
-from lit_lazy.config.key import SCHEMA
+from lit_lazy.config.key import SCHEMA, evaluation_key
+from lit_lazy.config.schema import RunConfig
+from lit_lazy.config.serialisation import from_dict
 from lit_lazy.grid.grid_folder import GridFolder
 from lit_lazy.grid.grid_table import ALTERNATIVES, add_bounds, make_table_spec, make_yardstick
 from lit_lazy.grid.plan import Plan
-from lit_lazy.grid.plan_merging import merge
+from lit_lazy.grid.plan_merging import merge, merge_plan
+from lit_lazy.grid.work_records import Grid
 from lit_lazy.table.build import TableSpec, build_table, parse_table, recompute_statistics
 from lit_lazy.table.columns import COLUMNS
 from lit_lazy.table.declaration import Declaration
 from lit_lazy.table.records import Column, Contrast, Observation, RowInfo, Yardstick
 from lit_lazy.table.render import render_markdown
+from lit_lazy.training.run_folder import FINAL_CHECKPOINT, RunResult
 
 PLAN = Plan(
     ablation="pair",
@@ -168,12 +174,41 @@ def test_an_edit_that_was_undone_has_its_first_cells_again() -> None:
     assert merge(BEGUN, undone, SHOWN, str) == undone
 
 
-def test_a_changed_row_that_a_command_does_not_train_stays_as_it_was() -> None:
+def test_a_changed_row_that_a_command_does_not_train_is_not_compared_with_rows_that_it_trains() -> None:
+    """Its finished cells stay, under another name, which they lose again if the edit is undone."""
     one = replace(EDITED, rows=EDITED.rows[1:], keys={"softmax": {"0": "k2"}}, axis_values={})
-    merged = merge(one, BEGUN, SHOWN, str, {"k0", "k1", "k2"})
-    assert (merged.rows, merged.keys, merged.definitions) == (BEGUN.rows, BEGUN.keys, BEGUN.definitions)
-    with pytest.raises(ValueError, match=r"^row 'lazy': lazy since this grid began"):
-        merge(EDITED, merged, SHOWN, str)
+    merged = merge(one, BEGUN, SHOWN, lambda _: "its code changed", {"k0", "k1", "k2"})
+    aside = {"lazy (version a)": ("k0 k1", (0, 1), "before its code changed")}
+    assert describe(merged) == aside | {"softmax": ("k2", (0,), "")}
+    assert (make_table_spec(merged, [], []).baseline, merge(one, merged, SHOWN, str)) == ("", merged)
+    assert describe(merge(EDITED, merged, SHOWN, str)) == describe(merged) | {"lazy": ("n0 n1", (0, 1), "")}
+    assert describe(merge(BEGUN, merged, SHOWN, str)) == describe(BEGUN)
+
+
+def test_no_row_has_seeds_whose_evaluations_had_other_settings(tmp_path: Path) -> None:
+    def ask(sequences: int, *words: str) -> Grid:
+        file, shown = tmp_path / f"{sequences}.py", f'common={{"evaluations": (Lengths((1,), {sequences}),)}},'
+        source = two_rows("pair", code="from lit_lazy.measure.lengths import Lengths")
+        file.write_text(source.replace("rows=(", f"{shown} rows=(", 1))
+        return ask_for_grid(["ablate", "run", str(file), "--runs", str(tmp_path), *words])
+
+    begun = ask(8)
+    for cell in begun.cells:
+        (one,), folder = from_dict(RunConfig, cell.config).evaluations, begun.locate(cell.key)
+        metrics, made = {"loss/val": 1.0, "length_1x/loss": 8.0}, ({"git_sha": "abc"}, "data", {}, cell.training_key)
+        folder.mkdir(parents=True)
+        RunResult(cell.key, cell.config, {}, metrics, {}, {}, *made, {evaluation_key(one): ["length_1x/loss"]}).write(
+            folder
+        )
+        (folder / FINAL_CHECKPOINT).touch()
+    (begun.folder / "plan.json").write_text(begun.plan.to_json())
+    assert len(merge_plan(ask(4))[1]) == 4, "all are measured anew"
+    said = "row 'softmax': its evaluations, also of seeds that this command leaves out, changed since this grid began"
+    with pytest.raises(ValueError, match=f"^{said}"):
+        merge_plan(ask(4, "--seeds", "0"))
+    changed, measurable = merge_plan(ask(4, "--seeds", "0", "--changed"))
+    assert {row.seeds: "(version" in row.variant for row in changed.rows} == {(0,): False, (0, 1): True}
+    assert len(measurable) == 2
 
 
 def test_the_marks_of_the_data_become_the_yardstick() -> None:

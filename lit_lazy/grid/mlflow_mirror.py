@@ -112,6 +112,7 @@ class GridMirror:
         grid, tracker = read_grid(self.folder), self.tracker
         columns = grid.plan.columns
         if ended:
+            self._name_rows(parent_id, {cell.key: cell.variant for cell in grid.cells})
             table = grid.build_table()
             columns = table.columns
             page = "report.html" if (self.folder / "report.html").exists() else "table.html"
@@ -124,6 +125,13 @@ class GridMirror:
         keys = [column.key for column in columns]
         main = [column.key for column in columns if column.plotted] or keys
         tracker.save_views("cell", lambda cells: build_views(grid.plan.axes, keys, main, cells, charted))
+
+    def _name_rows(self, parent_id: str, rows: Mapping[str, str]) -> None:
+        """Tag runs with their rows in the table, by key: views take means, and --changed gives former cells others."""
+        for run in self.tracker.find({PARENT: parent_id}):
+            row = rows.get(run.data.tags["cell"], "not in the table")
+            if row != run.data.tags["variant"]:
+                self.tracker.update(run.info.run_id, tags={"variant": row})
 
     @cached_property
     def tracker(self) -> "Tracker":

@@ -22,7 +22,7 @@ from two_rows import WILD, two_rows
 from lit_lazy import results
 from lit_lazy.command.main import main
 from lit_lazy.grid import mlflow_mirror
-from lit_lazy.grid.grid_folder import ASIDE
+from lit_lazy.grid.grid_folder import ASIDE, read_grid
 from lit_lazy.grid.mlflow_mirror import GridMirror, collect_outcomes, follow
 from lit_lazy.support.locks import is_held
 from lit_lazy.table.finding_text import describe_findings
@@ -200,6 +200,16 @@ def test_fresh_deletes_the_former_runs_whatever_changed(copied: Path) -> None:
     client = MlflowClient(default_uri(copied))
     number = client.get_experiment_by_name(ID).experiment_id
     assert {run.info.run_id for run in client.search_runs([number], run_view_type=ViewType.DELETED_ONLY)} == former
+
+
+def test_runs_are_in_the_rows_of_the_table_after_a_change(copied: Path) -> None:
+    edited = two_rows("pair", more=WILD.replace("1e20", "1e21")).replace("Elastic()", "Elastic(tau_init=0.5)")
+    copied.with_name("pair.py").write_text(edited)
+    assert main(command(copied, "--changed", "--rows", "lazy", "--seeds", "0")) == 0
+    rows = {cell.key: cell.variant for cell in read_grid(copied / ID).cells}
+    tags = [run.data.tags for run in find_runs(default_uri(copied), kind="cell")]
+    failed = [tag["cell"] for tag in tags if tag["state"] == "failed"]
+    assert {tag["cell"]: tag["variant"] for tag in tags} == rows | dict.fromkeys(failed, "not in the table")
 
 
 # One cell, step by step

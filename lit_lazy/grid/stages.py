@@ -58,8 +58,8 @@ def save_best_rates(table: Table, folder: str) -> dict[str, float]:
 def choose_best_rates(table: Table) -> dict[str, float]:
     """The learning rate with the best mean primary outcome for each row, among the rates in row names.
 
-    Rates with a failed seed are skipped. Raises a one-line ValueError if a row is finished at no rate, or if the
-    primary outcome has no better direction.
+    Rates with a failed seed are skipped. Raises a one-line ValueError if a row is finished at no rate, if a cell still
+    has no result, or if the primary outcome has no better direction.
     """
     column = table.columns_by_key.get(table.primary or "")
     better = None if column is None else column.better
@@ -77,6 +77,9 @@ def choose_best_rates(table: Table) -> dict[str, float]:
             means[float(rate)] = measured.mean
     if undecided := [name for name, means in found.items() if not means]:
         raise ValueError(f"{table.ablation}: {undecided[0]!r} is finished at no rate; finish `{table.command}`")
+    unfinished = [row.variant for row in table.rows if row.cells.keys() & {"missing", "waiting", "running"}]
+    fix = f"have seeds without a result, so another rate may be the best; finish `{table.command}`"
+    require(not unfinished, f"{table.ablation}: rows", unfinished, fix)
     return {name: best(means, key=lambda rate: means[rate]) for name, means in found.items()}
 
 

@@ -23,12 +23,11 @@ from lit_lazy.support.stored_records import make_record
 from lit_lazy.table.build import TABLE, read_table
 from lit_lazy.table.column_statistics import Measure
 from lit_lazy.table.columns import Column
-from lit_lazy.table.declaration import Declaration, Finding, Verdict
+from lit_lazy.table.declaration import Declaration, Verdict
 from lit_lazy.table.document_formats import Block, Heading, Paragraph, escape_markdown, to_markdown
 from lit_lazy.table.finding_text import format_seeds
 from lit_lazy.table.render import build_finding, choose_columns, format_effect, format_estimate
 from lit_lazy.table.results_table import Table
-from lit_lazy.table.statistics import LEAST
 from lit_lazy.table.verdict import describe_bounds, format_finding, format_interval
 
 T = TypeVar("T")
@@ -66,7 +65,7 @@ class Words:
     """How a question is listed; by default by its declaration alone.
 
     `effect` may name rows and contrasts, `{row: softmax}` and `{contrast: elastic - softmax}`, whose mean and interval
-    are filled in; without it the contrast on which the verdict turns is shown.
+    are filled in; without it all contrasts are shown.
     """
 
     subject: str = "Other"
@@ -141,8 +140,7 @@ def _answer(result: QuestionResult, folder: Path) -> Answer:
 
 def _format_effect(words: Words, table: Table, declared: Declaration, verdict: Verdict) -> str:
     column = table.columns_by_key[declared.primary]
-    part = find_decisive(verdict)
-    effect = words.effect or f"{part.name}: {{contrast: {part.name}}}"
+    effect = words.effect or ", ".join(f"{part.name}: {{contrast: {part.name}}}" for part in verdict.parts)
     measures = table.measures[declared.primary]
     rows = {f"row: {name}": _format_value(measure, column) for name, measure in measures.items()}
     contrasts = {f"contrast: {part.name}": format_finding(declared, part, column) for part in verdict.parts}
@@ -162,16 +160,6 @@ def _look_up(known: Mapping[str, T], name: str, where: str) -> T:
     if name not in known:
         raise ValueError(f"{where}: the table has no {name!r}; it has {', '.join(known)}")
     return known[name]
-
-
-def find_decisive(verdict: Verdict) -> Finding:
-    """The contrast that a verdict turns on: of its status, the one that is farthest from it if the claim is refuted.
-
-    Otherwise the least certain: its mean is the fewest widths of its interval from 0.
-    """
-    sign = -1 if verdict.status == "refuted" else 1
-    agreeing = [part for part in verdict.parts if part.status == verdict.status]
-    return min(agreeing, key=lambda part: sign * abs(part.mean) / max(part.high - part.low, LEAST))
 
 
 def _read_first_round(folder: Path) -> list[Answer]:

@@ -391,7 +391,7 @@ def make_grid(options: argparse.Namespace, request: GridRequest) -> "Grid":
     ablation, base = request.ablation, request.base.config
     prepared = prepare_rows(request.chosen, base, request.base.overridden)
     cells = expand(prepared)
-    from lit_lazy.training.check_before_run import load_data
+    from lit_lazy.data.source_interface import load_data
 
     if request.question is not None:
         from lit_lazy.measure.evaluation import require_measured

@@ -18,9 +18,11 @@ from lit_lazy.support.checked_fields import (
     PositiveFloat,
     PositiveInt,
     Share,
+    check_kinds,
     check_value,
     require,
 )
+from lit_lazy.support.error_messages import naming, naming_user_errors, short_repr
 from lit_lazy.support.names_to_paths import is_metric_name
 
 if TYPE_CHECKING:
@@ -159,6 +161,23 @@ class DataSource:
     def outline(self) -> Outline:
         masked = "place" in self.train.__getitems__([0])
         return Outline(self.name, self.vocab_size, self.context_length, len(self.train), masked)
+
+
+def load_data(config: DataConfig) -> DataSource:
+    """Load and check a data config's data, at any length. Raises a one-line ValueError if either fails."""
+    name = f"data={type(config).__name__}"
+    with naming_user_errors(name):
+        source = config.load()
+    if not isinstance(source, DataSource):
+        raise ValueError(f"{name}: load() returned {short_repr(source)}; let it return a DataSource")
+    check_kinds(name, source)
+    with naming(name):
+        source.check()
+        # Measurements at several lengths would be the same one under several names.
+        asked, found = getattr(config, "context_length", source.context_length), source.context_length
+        fix = f"load() gives sequences of {found} tokens; let it give as many as its context_length says"
+        require(found == asked, "context_length", asked, fix)
+    return source
 
 
 def fingerprint(parts: "Sequence[np.ndarray]") -> str:

@@ -16,6 +16,7 @@ from lit_lazy.config.key import cell_key, training_key
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.serialisation import flatten, from_dict, replace_at, shorten_paths, to_dict
 from lit_lazy.config.user_files import COMMANDS, load_attribute, locate_errors
+from lit_lazy.data.source_interface import load_data
 from lit_lazy.support.checked_fields import Bounds, NonNegativeInt, check_kinds, require
 from lit_lazy.support.console import track_progress
 from lit_lazy.support.error_messages import describe_exception, did_you_mean, naming, short_repr
@@ -23,7 +24,7 @@ from lit_lazy.support.names_to_paths import LONGEST_NAME, get_name
 from lit_lazy.table.columns import COLUMNS
 from lit_lazy.table.designs import interactions, main_effects
 from lit_lazy.table.records import Column, Contrast, check_row_name
-from lit_lazy.training.check_before_run import load_data, load_outline, prepare
+from lit_lazy.training.check_before_run import load_outline, prepare
 from lit_lazy.training.ineffective_settings import check_init_from
 
 T = TypeVar("T")

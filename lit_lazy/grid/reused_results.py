@@ -11,6 +11,7 @@ from typing import Annotated, Any
 from lit_lazy.config.key import cell_key
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.serialisation import flatten, from_dict
+from lit_lazy.data.source_interface import load_data
 from lit_lazy.grid.ablation import Cell
 from lit_lazy.grid.cell_state import put, read_files
 from lit_lazy.grid.grid_folder import ASIDE, GridFolder
@@ -19,7 +20,6 @@ from lit_lazy.support.disk import open_file, write_atomically
 from lit_lazy.support.error_messages import explain
 from lit_lazy.support.stored_records import parse_json, require_known_format
 from lit_lazy.table.records import check_row_name
-from lit_lazy.training.check_before_run import load_data
 from lit_lazy.training.run_folder import DIAGNOSTICS, METRICS, RESULT, RunResult, locate_cell
 
 KIND, FORMAT = "lit-lazy cells", 2

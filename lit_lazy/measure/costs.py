@@ -14,7 +14,7 @@ from torch import Tensor
 from lit_lazy.attention import Attention, AttentionCall, AttentionSpec, LayerCache
 from lit_lazy.config.evaluation import Evaluation
 from lit_lazy.data import Batch, DataConfig
-from lit_lazy.measure.diagnostics import evaluation_mode, hook_layers, sample_validation
+from lit_lazy.measure.diagnostics import evaluation_mode, hook_layers, load_at_length, sample_validation
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.model.loss import token_nll
 from lit_lazy.support.checked_fields import Bounds, PositiveInt, require
@@ -49,7 +49,7 @@ class Costs(Evaluation):
         for divisor in self.divisors:
             divides = model.context_length % divisor == 0
             require(divides, "Costs.divisors", divisor, f"must divide the context's {model.context_length} tokens")
-            data.at_length(model.context_length // divisor).load()
+            load_at_length(model, data, model.context_length // divisor)
 
     def measure(self, model: DecoderLM, data: DataConfig) -> dict[str, float]:
         """Rises over the twin (0.1 for 10 %) and bytes per token.
@@ -92,7 +92,8 @@ class Costs(Evaluation):
 
     def _sample(self, model: DecoderLM, data: DataConfig, length: int) -> Batch:
         """Tokens and targets `[B, length]` of validation text, as many tokens as `sequences` contexts have."""
-        (batch,) = sample_validation(data.at_length(length).load(), self.sequences * model.context_length // length)
+        source = load_at_length(model, data, length)
+        (batch,) = sample_validation(source, self.sequences * model.context_length // length)
         return {name: batch[name].to(model.device) for name in ("tokens", "targets")}
 
     def _time(self, call: Callable[[int], None]) -> tuple[float, list[float]]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lit_lazy.attention import Attention, AttentionCall, Cache
 from lit_lazy.attention.normaliser import AttentionBackend
 from lit_lazy.data.sampler import pick_evenly
-from lit_lazy.data.source_interface import DataSource
+from lit_lazy.data.source_interface import DataConfig, DataSource, load_data
 from lit_lazy.data.token_dataset import IGNORED, Batch
 from lit_lazy.measure.collapse_and_sink_kinds import Collapse, SinkKinds, repeated_gap
 from lit_lazy.measure.diagnostic_arrays import Diagnostics, pool
@@ -22,7 +22,7 @@ from lit_lazy.measure.learned_parameters import collect_learned, compute_bias_cu
 from lit_lazy.measure.row_statistics import RowSummary, summarise
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.model.loss import LOGITS_AT_ONCE, token_nll
-from lit_lazy.support.checked_fields import PositiveInt, check_value
+from lit_lazy.support.checked_fields import PositiveInt, check_value, require
 
 SAMPLE = 64
 """Sequences measured by default."""
@@ -80,6 +80,24 @@ def sample_validation(source: DataSource, sequences: int = SAMPLE) -> list[Batch
     check_value("sequences", sequences, PositiveInt)
     total = len(source.validation)
     return [source.validation.__getitems__(pick_evenly(total, min(sequences, total)).tolist())]
+
+
+def load_for(model: DecoderLM, data: DataConfig, option: str, value: object) -> DataSource:
+    """Data to measure a model on. Raises a one-line ValueError if they are wrong, or not as the model reads them.
+
+    option: what was given `value` to have these data in place of the training's.
+    """
+    source, words = load_data(data), model.embedding.num_embeddings
+    model.check_length(source.context_length)
+    fix = f"changes the vocabulary size from {words} to {source.vocab_size}"
+    require(source.vocab_size == words, option, value, fix)
+    return source
+
+
+def load_at_length(model: DecoderLM, data: DataConfig, length: int) -> DataSource:
+    """`load_for` in sequences of `length` tokens."""
+    model.check_length(length)
+    return load_for(model, data.at_length(length), "data.context_length", length)
 
 
 @torch.no_grad()

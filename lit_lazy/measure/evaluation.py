@@ -18,7 +18,7 @@ from lit_lazy.config.user_classes import is_users
 from lit_lazy.data import IGNORED, Batch, DataConfig, DataSource
 from lit_lazy.data.sampler import validation_loader
 from lit_lazy.measure.attention_metrics import AttentionMetrics, Ratios, name_groups
-from lit_lazy.measure.diagnostics import hook_layers
+from lit_lazy.measure.diagnostics import hook_layers, load_for
 from lit_lazy.measure.learned_parameters import collect_learned, describe_learned
 from lit_lazy.model.cpu_decoder import compute_hidden
 from lit_lazy.model.decoder import DecoderLM, flops_per_token
@@ -166,19 +166,16 @@ class Varied(Evaluation):
         lacks = f"data={type(data).__name__} has no such field; give other data (for an ablation: --base), or one of "
         require(self.field in fields, "Varied.field", self.field, lacks + ", ".join(fields))
         for value in self.values:
-            source = self._load_source(data, value)
-            model.check_length(source.context_length)
-            vocab_size = model.embedding.num_embeddings
-            fix = f"changes the vocabulary size from {vocab_size} to {source.vocab_size}"
-            require(source.vocab_size == vocab_size, f"data.{self.field}", value, fix)
+            self._load_source(model, data, value)
 
     def measure(self, model: DecoderLM, data: DataConfig) -> dict[str, float]:
         """`pairs_64/loss/val` and so on: every metric of `evaluate`, prefixed with the field and its value."""
         found = {}
         for value in self.values:
-            measured = evaluate(model, self._load_source(data, value), "fp32", VARIED_BATCH)
+            measured = evaluate(model, self._load_source(model, data, value), "fp32", VARIED_BATCH)
             found |= {f"{self.field}_{value}/{name}": x for name, x in measured.items()}
         return found
 
-    def _load_source(self, data: DataConfig, value: int | str) -> DataSource:
-        return dataclasses.replace(data, **{self.field: value}).load()  # type: ignore[type-var]
+    def _load_source(self, model: DecoderLM, data: DataConfig, value: int | str) -> DataSource:
+        varied = dataclasses.replace(data, **{self.field: value})  # type: ignore[type-var]
+        return load_for(model, varied, f"data.{self.field}", value)

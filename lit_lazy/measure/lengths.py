@@ -24,6 +24,7 @@ from lit_lazy.measure.diagnostics import (
     evaluation_mode,
     include_evicted_keys,
     limit_tokens,
+    load_at_length,
     sample_validation,
     select_first_documents,
 )
@@ -123,13 +124,13 @@ class Lengths(Evaluation):
     def check(self, model: DecoderLM, data: DataConfig) -> None:
         """Raises ValueError if positions, bias or data do not support the longest length."""
         for times in self.times:
-            check_reach(model, data, times * model.context_length)
+            load_at_length(model, data, times * model.context_length)
 
     def measure(self, model: DecoderLM, data: DataConfig) -> dict[str, float]:
         """`length_4x/loss` and `length_4x/loss_last_quarter` and so on in nats; for text also bits per byte."""
         found = {}
         for times in self.times:
-            source = data.at_length(times * model.context_length).load()
+            source = load_at_length(model, data, times * model.context_length)
             (batch,) = sample_validation(source, self.sequences)
             loss, late = loss_by_position(model, batch), 3 * source.context_length // 4
             counts = count_targets(batch).to(loss.device)
@@ -168,14 +169,14 @@ class Streaming(Evaluation):
         length = self._find_length(model)
         evicts = max(self.first) + self.window < length
         require(evicts, "Streaming.window", self.window, f"must evict within {length} tokens")
-        check_reach(model, data, length)
+        load_at_length(model, data, length)
 
     def measure(self, model: DecoderLM, data: DataConfig) -> dict[str, float]:
         """`streaming/4_and_64/loss` and `loss_excess` over `streaming/whole/loss`, nats; for text also bits per byte.
 
         With n_held also `streaming/4_and_64_n_held/loss` and `loss_excess`.
         """
-        source = data.at_length(self._find_length(model)).load()
+        source = load_at_length(model, data, self._find_length(model))
         (batch,) = sample_validation(source, self.sequences)
         after = max(self.first) + self.window
         counts = count_targets(batch)[after:].to(model.device)
@@ -190,12 +191,6 @@ class Streaming(Evaluation):
 
     def _find_length(self, model: DecoderLM) -> int:
         return self.times * model.context_length if self.length is None else self.length
-
-
-def check_reach(model: DecoderLM, data: DataConfig, length: int) -> None:
-    """Raises a one-line ValueError if positions, bias or data do not support `length` tokens."""
-    model.check_length(length)
-    data.at_length(length).load()
 
 
 def make_loss_metrics(prefix: str, losses: Mapping[str, Tensor], source: DataSource) -> dict[str, float]:

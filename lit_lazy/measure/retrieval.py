@@ -24,7 +24,7 @@ from lit_lazy.data.pipeline.tokeniser import Tokenizer
 from lit_lazy.data.sampler import pick_evenly
 from lit_lazy.data.source_interface import DataSource
 from lit_lazy.data.token_dataset import IGNORED, Batch
-from lit_lazy.measure.diagnostics import evaluation_mode, iter_parts
+from lit_lazy.measure.diagnostics import evaluation_mode, iter_parts, load_at_length
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.model.generation import Prompts
 from lit_lazy.support.checked_fields import Bounds, NonNegativeInt, PositiveInt, Share, require
@@ -148,7 +148,7 @@ class Passkey(Evaluation):
     def _hide(self, model: DecoderLM, data: DataConfig, length: int) -> Batch:
         tokenizer = Prompts(data, model.embedding.num_embeddings).tokenizer
         if tokenizer is None:
-            return hide_in_symbols(data.at_length(length).load(), self)
+            return hide_in_symbols(load_at_length(model, data, length), self)
         return hide_in_text(tokenizer, self, length)
 
 

@@ -20,7 +20,7 @@ from lit_lazy.figures.diagnostics import RUN_FIGURES, draw_run_figures
 from lit_lazy.measure import lengths
 from lit_lazy.measure.attention_metrics import FIRST_KEY_MIN_POSITION
 from lit_lazy.measure.diagnostic_arrays import Diagnostics
-from lit_lazy.measure.diagnostics import SAMPLE, STRONGEST, Maps, measure, sample_validation
+from lit_lazy.measure.diagnostics import SAMPLE, STRONGEST, Maps, load_at_length, measure, sample_validation
 from lit_lazy.measure.raise_thresholds import raise_thresholds
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.support.console import format_duration
@@ -33,7 +33,6 @@ from lit_lazy.tracking.check_databases import check_store
 from lit_lazy.tracking.store_address import TrackingError, default_uri
 from lit_lazy.tracking.tracker import Tracker
 from lit_lazy.training import checkpoints
-from lit_lazy.training.check_before_run import load_data
 from lit_lazy.training.execution_settings import select_training_device
 from lit_lazy.training.head_monitor import STATE_KEY, History, make_history_arrays, read_history
 from lit_lazy.training.module import LitLM
@@ -154,9 +153,8 @@ def load_sources(request: Request, trained: LitLM, data: DataConfig, model: Deco
     found = {"": source}
     for length in request.lengths:
         with naming(f"--lengths {length}"):
-            longer = data if length == source.context_length else data.at_length(length)
-            model.check_length(length)
-            found[f"L{length}/"] = source if longer is data else load_data(longer)
+            own = length == source.context_length
+            found[f"L{length}/"] = source if own else load_at_length(model, data, length)
     return found
 
 

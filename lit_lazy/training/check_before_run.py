@@ -9,12 +9,12 @@ from lit_lazy.config.key import hash_model
 from lit_lazy.config.schema import ModelConfig, RunConfig
 from lit_lazy.config.user_classes import has_user_classes
 from lit_lazy.data import DataConfig, DataSource
-from lit_lazy.data.source_interface import Outline
+from lit_lazy.data.source_interface import Outline, load_data
 from lit_lazy.data.token_dataset import CHECKED_SEQUENCES
 from lit_lazy.model.decoder import DecoderLM, build_empty
 from lit_lazy.model.loss import LOGITS_AT_ONCE
-from lit_lazy.support.checked_fields import check_kinds, require
-from lit_lazy.support.error_messages import naming, naming_user_errors, short_repr
+from lit_lazy.support.checked_fields import require
+from lit_lazy.support.error_messages import naming, naming_user_errors
 from lit_lazy.support.machine import require_memory
 from lit_lazy.training.execution_settings import Execution, find_missing_gpu, select_training_device
 from lit_lazy.training.trained_parameters import freeze_others, require_loaded
@@ -165,19 +165,6 @@ def load_outline(config: DataConfig, elsewhere: bool = False) -> Outline:
         return load_data(config).outline
     with naming_user_errors(f"data={type(config).__name__}"):
         return config.outline_elsewhere() if elsewhere else config.outline()
-
-
-def load_data(config: DataConfig) -> DataSource:
-    """Load and check a data config's data. Raises a one-line ValueError if either fails."""
-    name = f"data={type(config).__name__}"
-    with naming_user_errors(name):
-        source = config.load()
-    if not isinstance(source, DataSource):
-        raise ValueError(f"{name}: load() returned {short_repr(source)}; let it return a DataSource")
-    check_kinds(name, source)
-    with naming(name):
-        source.check()
-    return source
 
 
 def validates_on_training(source: DataSource) -> bool:

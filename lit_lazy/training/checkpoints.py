@@ -17,13 +17,13 @@ from lit_lazy.config.schema import ModelConfig, RunConfig
 from lit_lazy.config.serialisation import UnknownClassError, from_dict, to_dict
 from lit_lazy.config.user_classes import has_user_classes, iter_user_classes
 from lit_lazy.data import DataConfig, DataSource
-from lit_lazy.data.source_interface import Outline
+from lit_lazy.data.source_interface import Outline, load_data
 from lit_lazy.model.decoder import DecoderLM, build_empty
 from lit_lazy.model.generation import Prompts
 from lit_lazy.support.checked_fields import PositiveInt, check_value, list_changes, require
 from lit_lazy.support.disk import quarantine, write_atomically
 from lit_lazy.support.error_messages import describe_exception, short_repr
-from lit_lazy.training.check_before_run import check_size, load_data
+from lit_lazy.training.check_before_run import check_size
 from lit_lazy.training.module import SOURCES, LitLM, Teacher, hash_sources, require_teacher
 from lit_lazy.training.rehearsal import rehearse
 from lit_lazy.training.run_folder import RunResult

@@ -27,10 +27,10 @@ from lit_lazy.config.serialisation import from_dict
 from lit_lazy.config.user_files import load_module
 from lit_lazy.data import DataSource
 from lit_lazy.data.sampler import Portion, train_loader, validation_loader
+from lit_lazy.data.source_interface import load_data
 from lit_lazy.model.decoder import gather_full_tensor
 from lit_lazy.support.error_messages import UnfinishedError
 from lit_lazy.training.callbacks_and_loggers import MissedValidation
-from lit_lazy.training.check_before_run import load_data
 from lit_lazy.training.checkpoints import AtomicCheckpointIO, load_matching_weights
 from lit_lazy.training.execution_settings import Execution
 from lit_lazy.training.head_monitor import HeadMonitor

@@ -51,6 +51,16 @@ class Mine(Evaluation):
         return {f"mine/{self.name}": 1.0, "mine/undefined": float("nan")}
 
 
+@dataclasses.dataclass(frozen=True)
+class Fixed(Backcopy):
+    """Data of one length, whatever is asked for."""
+
+    context_length: int = TINY.data.context_length
+
+    def load(self):
+        return TINY.data.load()
+
+
 SMALL = Backcopy(vocab_size=8, context_length=16, n_triggers=2, train_sequences=4, validation_sequences=8)
 
 
@@ -140,6 +150,10 @@ ABSOLUTE = dataclasses.replace(TINY.model, position=LearnedAbsolute(), attention
         (Lengths((1, 2)), {"model": ABSOLUTE}, r"Lengths: .*32"),
         (STREAMING, {"model": ABSOLUTE}, r"Streaming: model\.position=LearnedAbsolute"),
         (Streaming(window=20, length=24), {}, r"Streaming: Streaming\.window=20: must evict within 24 tokens"),
+        (Lengths((1, 2)), {"data": Fixed()}, r"Lengths: data=Fixed: context_length=32: load\(\) gives sequences of 16"),
+        (Passkey((24,), digits=2), {"data": Fixed()}, r"Passkey: data=Fixed: context_length=24: load\(\) gives"),
+        (Costs(decoded=4, divisors=(2,)), {"data": Fixed()}, r"Costs: data=Fixed: context_length=8: load\(\) gives"),
+        (Varied("context_length", (32,)), {"data": Fixed()}, r"Varied: data=Fixed: context_length=32: load\(\) gives"),
         (Varied("pears", (1,)), {}, r"Varied: Varied\.field='pears': data=Backcopy has no such field; give other data"),
         (Varied("vocab_size", (30,)), {}, r"Varied: data\.vocab_size=30: changes the vocabulary size"),
         (Costs(decoded=16), {}, r"Costs: Costs\.decoded=16: must be below the context's 16 tokens"),

@@ -12,11 +12,11 @@ from lit_lazy.config.key import cell_key
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.serialisation import from_dict, replace_at, shorten_paths, to_dict
 from lit_lazy.config.user_classes import hash_user_code
+from lit_lazy.data.source_interface import load_data
 from lit_lazy.grid.ablation import MOST_CELLS, NOT_AXES, Cell, Row, check_name, prepare_rows
 from lit_lazy.support.checked_fields import Bounds, PositiveInt, Share, check_kinds, require
 from lit_lazy.support.error_messages import naming, short_repr
 from lit_lazy.support.stored_records import make_record, parse_record
-from lit_lazy.training.check_before_run import load_data
 
 DEFINITION, FORMAT = "search.json", 1
 """File of a search's definition in its folder, and its format; raised when a field changes its meaning."""

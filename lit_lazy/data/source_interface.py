@@ -129,7 +129,7 @@ class DataSource:
     row_groups: tuple[str, ...] = ()
     """Names of the batch's bool `[B, L]` masks of query rows that are measured separately.
 
-    If the batch has `oracle_nll`, they select only rows whose target is not ignored.
+    If the batch has `oracle_nll`, also the losses and the accuracy of those with a target that is not ignored.
     """
     row_contrast: tuple[str, str] | None = None
     """Two of these groups; the difference of their attention mass is reported."""

@@ -45,7 +45,8 @@ def evaluate(model: DecoderLM, source: DataSource, precision: Precision, batch_s
             attention.update_watched_key(layer.normaliser.compute_key_weight(call, key), key, rows)
 
     def add(name: str, values: Tensor, counted: Tensor) -> None:
-        losses_and_hits.add(name, values[counted], counted)
+        if counted.any():  # undefined otherwise
+            losses_and_hits.add(name, values[counted], counted)
 
     for batch in iter_validation(model, source, batch_size):
         autocast = torch.autocast(model.device.type, torch.bfloat16, enabled=precision == "bf16")
@@ -61,8 +62,8 @@ def evaluate(model: DecoderLM, source: DataSource, precision: Precision, batch_s
             hit = (logits.argmax(-1) == batch["targets"]).double()
             add("loss/excess", losses["excess"], predicted)
             for group in source.row_groups:
-                add(f"loss/excess_{group}", losses["excess"], batch[group])
-                add(f"accuracy/{group}", hit, batch[group])
+                add(f"loss/excess_{group}", losses["excess"], batch[group] & predicted)
+                add(f"accuracy/{group}", hit, batch[group] & predicted)
         attention.update(stats, rows, batch.get("place"))
     measured = losses_and_hits.compute()
     if "bytes_per_token" in source.info:
@@ -137,9 +138,14 @@ def iter_validation(model: DecoderLM, source: DataSource, batch_size: int) -> It
 
 
 def compute_losses(model: DecoderLM, hidden: Tensor, batch: Batch) -> dict[str, Tensor]:
-    """`loss` of each target `[B, L]` in nats and, if the data has an oracle, `excess` over the oracle's loss."""
+    """`loss` of each target `[B, L]` in nats and, if the data has an oracle, `excess` over the oracle's loss.
+
+    Both are 0 where there is no target.
+    """
     nll = head_nll(hidden, model.head.weight, batch["targets"])
-    return {"loss": nll} | ({"excess": nll - batch["oracle_nll"]} if "oracle_nll" in batch else {})
+    if "oracle_nll" not in batch:
+        return {"loss": nll}
+    return {"loss": nll, "excess": (nll - batch["oracle_nll"]).masked_fill(batch["targets"] == IGNORED, 0)}
 
 
 def compute_size_metrics(model: DecoderLM) -> dict[str, float]:

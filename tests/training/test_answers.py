@@ -1,5 +1,7 @@
 """Runs on data where only some targets count: only these enter training, validation, metrics and arrays."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -7,15 +9,17 @@ import torch
 from lit_lazy.attention import Elastic
 from lit_lazy.config.serialisation import replace_at
 from lit_lazy.config.user_files import load_experiment
-from lit_lazy.data import IGNORED
+from lit_lazy.data import IGNORED, TokenDataset
 from lit_lazy.measure.diagnostic_arrays import Diagnostics
 from lit_lazy.measure.diagnostics import evaluation_mode
+from lit_lazy.measure.evaluation import evaluate
 from lit_lazy.measure.lengths import Lengths, compute_length_metrics, loss_by_position
 from lit_lazy.model.loss import mean_nll, token_nll
 from lit_lazy.support.names_to_paths import find
 from lit_lazy.training.callbacks_and_loggers import METRICS, MetricFile, read_lines
 from lit_lazy.training.checkpoints import load
 from lit_lazy.training.execution_settings import Execution
+from lit_lazy.training.module import LitLM
 from lit_lazy.training.run import run
 from lit_lazy.training.run_folder import DIAGNOSTICS, FINAL_CHECKPOINT
 
@@ -58,6 +62,22 @@ class TestMean:
                 found.append((loss.detach(), leaf.grad))
             assert torch.equal(found[0][0], found[1][0])
             assert torch.equal(found[0][1], found[1][1])
+
+
+def test_where_nothing_is_predicted_no_loss_and_no_accuracy_counts():
+    """Whatever a source's groups and oracle hold there; in the curve as at the end."""
+    cfg = load_experiment(find("experiments", "recall_tiny"))
+    source = cfg.data.load()
+    module, held = LitLM.create(cfg, source.vocab_size, source.context_length), source.validation
+    before = held.targets == IGNORED
+    rows = {"present": held.positions["present"] | before, "absent": before}
+    loose = TokenDataset(held.sequences, rows | {"oracle_nll": 1.0 * before}, held.targets)
+    found, expected = (evaluate(module.model, replace(source, validation=x), "fp32", 5) for x in (loose, held))
+    for name in ("loss/excess", "loss/excess_present", "accuracy/present"):
+        assert found[name] == expected[name]
+    assert not found.keys() & {"loss/excess_absent", "accuracy/absent"}
+    curve = module.update_validation(loose.__getitems__([*range(len(loose))]))
+    assert curve["val/excess"].compute().item() == pytest.approx(expected["loss/excess"], rel=1e-5)
 
 
 @pytest.mark.parametrize("name", ["recall_tiny", "distractors_tiny", "mqar"])

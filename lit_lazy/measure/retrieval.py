@@ -20,7 +20,6 @@ from torch.nn import functional as F
 
 from lit_lazy.config.evaluation import Evaluation
 from lit_lazy.data import DataConfig
-from lit_lazy.data.pipeline.tokeniser import Tokenizer
 from lit_lazy.data.sampler import pick_evenly
 from lit_lazy.data.source_interface import DataSource
 from lit_lazy.data.token_dataset import IGNORED, Batch
@@ -146,10 +145,10 @@ class Passkey(Evaluation):
         return {f"{self.NAME}/accuracy{suffix}": accuracy, f"{self.NAME}/loss{suffix}": loss}
 
     def _hide(self, model: DecoderLM, data: DataConfig, length: int) -> Batch:
-        tokenizer = Prompts(data, model.embedding.num_embeddings).tokenizer
-        if tokenizer is None:
+        prompts = Prompts(data, model.embedding.num_embeddings)
+        if prompts.tokenizer is None:
             return hide_in_symbols(load_at_length(model, data, length), self)
-        return hide_in_text(tokenizer, self, length)
+        return hide_in_text(prompts, self, length)
 
 
 @dataclass(frozen=True)
@@ -182,19 +181,19 @@ class _Puzzle(NamedTuple):
         return "\n".join((wording.opening, " ".join(lines), f"{wording.question.format(name=asked)} ")), str(answer)
 
 
-def hide_in_text(tokenizer: Tokenizer, task: Passkey, length: int) -> Batch:
+def hide_in_text(prompts: Prompts, task: Passkey, length: int) -> Batch:
     """`tokens` and `targets`, int64 `[depths * sequences, T]` with T <= length, depth by depth.
 
     As much filler as fits; shorter sequences are padded on their right. Only the key's tokens are targets. A text
-    begins with the tokenizer's begin token, if there is one. Raises a one-line ValueError if no filler would fit, or
-    too little for as many places as depths.
+    begins as the prompts do. Raises a one-line ValueError if no filler would fit, or too little for as many places as
+    depths.
     """
     rng = np.random.default_rng((task.seed, length))
     puzzles = [_draw_puzzle(task, rng) for _ in range(task.sequences)]
 
     def encode(sentences: int) -> list[tuple[list[int], int]]:
         texts = [puzzle.write(task.WORDING, depth, sentences) for depth in task.depths for puzzle in puzzles]
-        return _encode_answered(tokenizer, texts)
+        return _encode_answered(prompts, texts)
 
     def count_tokens(sentences: int) -> int:
         return max(len(tokens) for tokens, _ in encode(sentences)) - 1  # the last token is only a target
@@ -228,16 +227,16 @@ def _draw_puzzle(task: Passkey, rng: np.random.Generator) -> _Puzzle:
     return _Puzzle([*zip(names, keys, strict=True)], rng.random(task.distractors))
 
 
-def _encode_answered(tokenizer: Tokenizer, texts: Sequence[tuple[str, str]]) -> list[tuple[list[int], int]]:
+def _encode_answered(prompts: Prompts, texts: Sequence[tuple[str, str]]) -> list[tuple[list[int], int]]:
     """Tokens of each prompt with its answer, and the number of those that the prompt alone does not begin with."""
-    wholes = tokenizer.encode([(prompt + answer).encode() for prompt, answer in texts], control=True)
-    prompts = tokenizer.encode([prompt.encode() for prompt, _ in texts], control=True)
-    begin = [] if tokenizer.begin is None else [tokenizer.begin]
+    assert prompts.tokenizer is not None
+    wholes = prompts.tokenizer.encode([(prompt + answer).encode() for prompt, answer in texts], control=True)
+    asked = prompts.tokenizer.encode([prompt.encode() for prompt, _ in texts], control=True)
     found = []
-    for whole, prompt in zip(wholes, prompts, strict=True):
+    for whole, prompt in zip(wholes, asked, strict=True):
         n = min(len(whole), len(prompt))
         common = int(np.cumprod(whole[:n] == prompt[:n]).sum())
-        found.append((begin + whole.tolist(), len(whole) - common))
+        found.append((prompts.start(whole.tolist()), len(whole) - common))
     return found
 
 

@@ -2,6 +2,7 @@
 
 import math
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,17 +12,19 @@ from subwords import bpe  # noqa: F401 - a fixture
 from lit_lazy.config.schema import ModelConfig
 from lit_lazy.data.backcopy import Backcopy
 from lit_lazy.data.mqar import Mqar
-from lit_lazy.data.pipeline.tokeniser import ByteTokenizer, FileTokenizer
+from lit_lazy.data.pipeline.tokeniser import FileTokenizer
 from lit_lazy.data.recall import Recall
 from lit_lazy.data.stdlib import Stdlib
 from lit_lazy.data.text import Text
 from lit_lazy.data.token_dataset import IGNORED
 from lit_lazy.measure.retrieval import FILLER, PASSKEY, Needle, Passkey, hide_in_symbols, hide_in_text
 from lit_lazy.model.decoder import DecoderLM
+from lit_lazy.model.generation import Prompts
 
 TINY = ModelConfig(d_model=8, n_heads=1, d_ff=8)
 SIZES = {"depths": (0.0, 0.5, 1.0), "sequences": 4, "digits": 3, "seed": 1}
 BACKCOPY = Backcopy(vocab_size=40, context_length=64, train_sequences=4, validation_sequences=6)
+BYTES = Prompts(Stdlib(), 256)
 MQAR = Mqar(vocab_size=64, context_length=64, pairs=4, train_sequences=4, validation_sequences=6)
 
 
@@ -58,7 +61,7 @@ def read(batch, row):
 @pytest.mark.parametrize("length", [240, 400, 1000])
 def test_a_passkey_is_where_its_depth_says_in_as_much_filler_as_fits(length):
     task = Passkey(**SIZES | {"digits": 5})
-    batch = hide_in_text(ByteTokenizer(), task, length)
+    batch = hide_in_text(BYTES, task, length)
     assert length - max(map(len, FILLER)) <= batch["tokens"].shape[1] <= length
     for number, depth in enumerate(task.depths):
         for row in range(4 * number, 4 * number + 4):
@@ -77,7 +80,7 @@ def test_a_passkey_is_where_its_depth_says_in_as_much_filler_as_fits(length):
 
 
 def test_a_needle_is_among_distractors_that_are_the_same_at_every_depth():
-    batch = hide_in_text(ByteTokenizer(), Needle(**SIZES), 500)
+    batch = hide_in_text(BYTES, Needle(**SIZES), 500)
     for row in range(12):
         text, key = read(batch, row)
         named = dict(re.findall(r"The number of the (\w+) is (\d{3})\.", text))
@@ -89,7 +92,8 @@ def test_a_needle_is_among_distractors_that_are_the_same_at_every_depth():
 
 def test_a_key_s_tokens_are_those_of_the_whole_text(bpe):  # noqa: F811
     tokenizer = FileTokenizer(bpe, begin_of_text="<s>")
-    batch = hide_in_text(tokenizer, Passkey(**SIZES), 300)
+    data = Text("nowhere", tokenizer=str(bpe), begin_of_text="<s>")
+    batch = hide_in_text(Prompts(data, tokenizer.vocab_size), Passkey(**SIZES), 300)
     for tokens, targets in zip(batch["tokens"].tolist(), batch["targets"].tolist(), strict=True):
         assert tokens[0] == tokenizer.begin
         answered = [i for i, target in enumerate(targets) if target != IGNORED]
@@ -99,6 +103,14 @@ def test_a_key_s_tokens_are_those_of_the_whole_text(bpe):  # noqa: F811
         assert len(key) == 3
         assert text.endswith(f"The pass key is {key}")
         assert tokenizer.encode([text.encode()])[0].tolist() == tokens[1 : answered[0] + 1] + answer
+
+
+@pytest.mark.parametrize("data", [Stdlib(), Text("nowhere")])
+def test_a_prompt_begins_as_the_windows_of_the_training(data):
+    task, model = Passkey((300,), **SIZES), build(DecoderLM, 256)
+    plain, begun = (task._hide(model, replace(data, bos=bos), 300) for bos in (False, True))
+    for name, first in (("tokens", 0), ("targets", IGNORED)):
+        assert torch.equal(begun[name], torch.nn.functional.pad(plain[name], (1, 0), value=first))
 
 
 @pytest.mark.parametrize(("data", "digits"), [(BACKCOPY, 3), (MQAR, 1)])

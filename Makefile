@@ -73,7 +73,7 @@ dashboard: .venv/.complete
 	$(LIT) dashboard --runs $(RUNS)
 
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadgroup -m "not long"
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 3 --dist loadgroup -m "not long"
 
 test-all: lint
 	$(MAKE) -j 2 test-tritons

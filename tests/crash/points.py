@@ -205,8 +205,8 @@ def read_state(runs: Path, grid: str) -> dict[str, Any]:
         },
         "runs in MLflow, without times": sorted(tracked, key=lambda run: json.dumps(run, sort_keys=True)),
         "names of files, without numbers": sorted(VOLATILE.sub("*", path) for path in files),
-        "cells with a result that were moved away": sorted(
-            path.parent.name for path in runs.glob(f"{grid}{MOVED_AWAY}*/cells/*/result.json")
+        "cells with a result that were moved away": sorted(  # some twice, if the same --fresh is given again
+            {path.parent.name for path in runs.glob(f"{grid}{MOVED_AWAY}*/cells/*/result.json")}
         ),
         "what is published": {name: TIMED.sub("", text).splitlines() for name, text in published.items()},
     }

@@ -96,7 +96,6 @@ def load_for(model: DecoderLM, data: DataConfig, option: str, value: object) -> 
 
 def load_at_length(model: DecoderLM, data: DataConfig, length: int) -> DataSource:
     """`load_for` in sequences of `length` tokens."""
-    model.check_length(length)
     return load_for(model, data.at_length(length), "data.context_length", length)
 
 

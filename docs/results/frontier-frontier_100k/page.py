@@ -48,7 +48,7 @@ CLOSING = """\
 ## Limits
 
 The text is source code, not prose. Tried: one recipe, a vocabulary of 4,096, at most {largest} parameters.
-At 1m there are three seeds of two rules so far, for no question: Lazy Attention gained less than at 300k (the intervals
+At 1m there are five seeds of two rules so far, for no question: Lazy Attention gained less than at 300k (the intervals
 do not overlap).
 Learning rates were chosen with one seed and a quarter of the tokens ([100k](../frontier_rates-frontier_100k/table.md),
 [300k](../frontier_rates-frontier_300k/table.md), [1m](../frontier_rates-frontier_1m/table.md)). With all tokens at

@@ -167,12 +167,17 @@ def test_links_of_the_documents_and_tests_that_they_name_exist() -> None:
         assert lost == [], page
 
 
-def test_every_public_name_imports(tmp_path: Path) -> None:
+def test_every_public_name_imports_and_has_what_its_purpose_names(tmp_path: Path) -> None:
     page = (ROOT / "docs" / "api.md").read_text()
-    rows = re.findall(r"^\| `((?:lit|flash)_lazy[\w.]*)` \| ([^|]+) \|", page, re.M)
-    imports = [f"from {module} import {names.replace('`', '')}" for module, names in rows]
-    assert len(imports) > 30
-    (tmp_path / "names.py").write_text("\n".join(imports))
+    rows = re.findall(r"^\| `((?:lit|flash)_lazy[\w.]*)` \| ([^|]+) \|([^|]+)", page, re.M)
+    lines = []
+    for module, names, purpose in rows:
+        imported = names.replace("`", "")
+        lines.append(f"from {module} import {imported}")
+        for part in re.findall(r"`(\w+)`", purpose.partition(": ")[2]):
+            lines.append(f"assert any(hasattr(one, {part!r}) for one in ({imported},)), {part!r}")
+    assert len(rows) > 30
+    (tmp_path / "names.py").write_text("\n".join(lines))
     forked.check([sys.executable, "names.py"], cwd=tmp_path)
 
 

@@ -10,10 +10,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lit_lazy.data.source_interface import DataConfig, DataSource, fingerprint
+    from lit_lazy.data.source_interface import DataConfig, DataSource, SpecialTokens, fingerprint
     from lit_lazy.data.token_dataset import IGNORED, Batch, TokenDataset
 
-__all__ = ["IGNORED", "Batch", "DataConfig", "DataSource", "TokenDataset", "fingerprint"]
+__all__ = ["IGNORED", "Batch", "DataConfig", "DataSource", "SpecialTokens", "TokenDataset", "fingerprint"]
 
 MOST_PASSES = 16
 """Passes through a text of which further ones teach nothing new (Muennighoff et al., arXiv 2305.16264)."""

@@ -106,6 +106,14 @@ class DataConfig(CheckedFields, ABC, prefix="data."):
         """Tokeniser of the source, without loading its text; None if its tokens do not represent text."""
         return None
 
+    def begin_prompt(self, tokenizer: "Tokenizer") -> int | None:
+        """Token before every prompt, as the training's documents or windows begin; None for none."""
+        return tokenizer.begin
+
+    def name_special_tokens(self, tokenizer: "Tokenizer") -> SpecialTokens:
+        """Tokens that begin, end and pad a text of the source."""
+        return SpecialTokens(tokenizer.begin, (tokenizer.separator,), tokenizer.separator)
+
     def hash_tokenizer(self) -> str | None:
         """Digest of the tokeniser's file; None for a source without such a file."""
         return None
@@ -145,6 +153,8 @@ class DataSource:
                 check_value(f"info[{name!r}]", self.info[name], kind)
         for part, data in (("train", self.train), ("validation", self.validation)):
             data.check_contents(part, self.vocab_size, self.context_length)
+        masked = [part for part in ("train", "validation") if "place" in getattr(self, part).__getitems__([0])]
+        require(len(masked) != 1, "positions with place", masked, "must be those of train and validation, or neither")
         masks = {name: self.validation.positions.get(name) for name in self.row_groups}
         wrong = [name for name, mask in masks.items() if mask is None or mask.dtype != torch.bool]
         require(not wrong, "row_groups", wrong, "must each be among the validation's positions, as bool")

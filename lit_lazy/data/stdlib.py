@@ -15,7 +15,7 @@ from typing import Annotated
 import numpy as np
 import torch
 
-from lit_lazy.data.pipeline.tokeniser import ByteTokenizer
+from lit_lazy.data.pipeline.tokeniser import ByteTokenizer, Tokenizer
 from lit_lazy.data.sampler import pick_evenly
 from lit_lazy.data.source_interface import DataConfig, DataSource, fingerprint
 from lit_lazy.data.token_dataset import TokenDataset
@@ -51,6 +51,9 @@ class Stdlib(DataConfig):
 
     def load_tokenizer(self) -> ByteTokenizer:
         return ByteTokenizer()
+
+    def begin_prompt(self, tokenizer: Tokenizer) -> int | None:
+        return tokenizer.separator if self.bos else tokenizer.begin
 
 
 @functools.cache

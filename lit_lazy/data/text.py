@@ -131,6 +131,12 @@ class Text(DataConfig):
     def load_tokenizer(self) -> Tokenizer:
         return self._spec.build()
 
+    def begin_prompt(self, tokenizer: Tokenizer) -> int | None:
+        return tokenizer.separator if self.bos else tokenizer.begin
+
+    def name_special_tokens(self, tokenizer: Tokenizer) -> SpecialTokens:
+        return self.special_tokens if self.special_tokens.ends else super().name_special_tokens(tokenizer)
+
     def hash_tokenizer(self) -> str | None:
         return self._spec.hash_file()
 

@@ -21,10 +21,10 @@ Batch = dict[str, Tensor]
 
 IGNORED = -100
 """Target value excluded from every loss."""
-CHECKED_SEQUENCES = 64
-"""Sequences whose tokens are checked; a corpus may exceed the memory."""
+OWN_NAMES = ("tokens", "targets")
+"""What a batch has beside the facts about its positions."""
 SEQUENCES_AT_ONCE = 1024
-"""Sequences whose targets are counted at a time."""
+"""Sequences that are checked at a time."""
 
 
 class TokenDataset(Dataset[Batch]):
@@ -71,15 +71,19 @@ class TokenDataset(Dataset[Batch]):
         for what, (x, width) in widths.items():
             fits = list(x.shape) == [len(self), width] and not x.is_floating_point()
             require(fits, what, f"{x.dtype} {list(x.shape)}", f"must be whole numbers of shape {[len(self), width]}")
+        taken = [name for name in OWN_NAMES if name in self.positions]
+        require(not taken, f"{name}: positions", taken, "would replace the batch's own; rename them")
         for what, x in self.positions.items():
             require(list(x.shape) == shape, f"{name}: positions[{what!r}]", list(x.shape), f"must be of shape {shape}")
         require(len(tokens) > 0, name, list(tokens.shape), "must hold at least one sequence")
-        least, most = (int(x) for x in tokens[:CHECKED_SEQUENCES].long().aminmax())
+        # What has a check of its own is of a cache on the disk, whose digests vouch for it, and may exceed the memory.
+        ranges = [block.long().aminmax() for block in tokens.split(SEQUENCES_AT_ONCE)[: 1 if self.check else None]]
+        least, most = min(int(found.min) for found in ranges), max(int(found.max) for found in ranges)
         require(least >= 0 and most < vocab_size, name, [least, most], f"tokens must be 0 to {vocab_size - 1}")
         if self.targets is None:
             return
-        sample, name = self.targets[:CHECKED_SEQUENCES].long(), f"{name}: targets"
-        invalid = sample[(sample != IGNORED) & ((sample < 0) | (sample >= vocab_size))].unique().tolist()
+        name, given = f"{name}: targets", [block[block != IGNORED] for block in self.targets.split(SEQUENCES_AT_ONCE)]
+        invalid = sorted({*torch.cat([x[(x < 0) | (x >= vocab_size)] for x in given]).tolist()})
         require(not invalid, name, invalid, f"must be 0 to {vocab_size - 1}, or {IGNORED} where nothing is predicted")
         numbers = self.target_numbers
         fix = "every sequence must have the same number, at least 1"

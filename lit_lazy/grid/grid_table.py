@@ -18,7 +18,7 @@ from lit_lazy.table.columns import COLUMNS, STARTS, list_learned_columns
 from lit_lazy.table.records import Observation, RowInfo, Yardstick
 from lit_lazy.table.results_table import Table
 
-VERSION_DIGITS = 6
+VERSION, VERSION_DIGITS = " (version ", 6
 """Digits by which a table tells what a changed row trained before and now."""
 SPENT = ("time/train_seconds", "time/evaluate_seconds")
 """Metrics of the time that a cell took."""
@@ -84,7 +84,7 @@ def make_table_spec(plan: Plan, observations: Sequence[Observation], warnings: S
 
 def name_version(variant: str, definition: str) -> str:
     """The name of the row that keeps a row's cells from before it changed. definition: hash of what they train."""
-    return f"{variant} (version {definition[:VERSION_DIGITS]})"
+    return f"{variant}{VERSION}{definition[:VERSION_DIGITS]})"
 
 
 def add_note(row: RowInfo, note: str) -> RowInfo:

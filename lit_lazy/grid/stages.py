@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from lit_lazy.grid.ablation import FirstStageMissing, Row, require_known
+from lit_lazy.grid.grid_table import VERSION
 from lit_lazy.support.checked_fields import require
 from lit_lazy.support.disk import write_text
 from lit_lazy.support.error_messages import explain
@@ -58,8 +59,8 @@ def save_best_rates(table: Table, folder: str) -> dict[str, float]:
 def choose_best_rates(table: Table) -> dict[str, float]:
     """The learning rate with the best mean primary outcome for each row, among the rates in row names.
 
-    Rates with a failed seed are skipped. Raises a one-line ValueError if a row is finished at no rate, if a cell still
-    has no result, or if the primary outcome has no better direction.
+    Rates with a failed seed are skipped, and rows from before a change. Raises a one-line ValueError if a row is
+    finished at no rate, if a cell still has no result, or if the primary outcome has no better direction.
     """
     column = table.columns_by_key.get(table.primary or "")
     better = None if column is None else column.better
@@ -68,7 +69,7 @@ def choose_best_rates(table: Table) -> dict[str, float]:
     )
     best = min if better == "lower" else max
     found: dict[str, dict[float, float]] = defaultdict(dict)
-    for row in table.rows:
+    for row in (row for row in table.rows if VERSION not in row.variant):
         name, _, rate = row.variant.rpartition(AT)
         fix = f"names no rate, such as {at_rate(row.variant, 0.01)}"
         require(bool(name), f"{table.ablation}: row", row.variant, fix)

@@ -173,9 +173,6 @@ class Prompts:
 
     def __init__(self, data: DataConfig, vocab_size: int) -> None:
         """Raises a one-line ValueError if the data's tokeniser cannot be loaded or does not match the model."""
-        from lit_lazy.data.stdlib import Stdlib
-        from lit_lazy.data.text import Text  # which reads files by more than torch
-
         self.name, self.vocab_size = type(data).__name__, vocab_size
         try:
             self.tokenizer: Tokenizer | None = data.load_tokenizer()
@@ -191,10 +188,8 @@ class Prompts:
         self.begin: int | None = None
         """Token before every prompt, as before the documents or windows of the training; None for none."""
         if self.tokenizer is not None:
-            end = self.tokenizer.separator
-            self.begin = end if isinstance(data, Stdlib | Text) and data.bos else self.tokenizer.begin
-            given = data.special_tokens if isinstance(data, Text) else self.special
-            self.special = given if given.ends else SpecialTokens(self.tokenizer.begin, (end,), end)
+            self.begin = data.begin_prompt(self.tokenizer)
+            self.special = data.name_special_tokens(self.tokenizer)
 
     def encode(self, option: str, text: bytes) -> list[int]:
         """Tokens of a prompt, after `begin`; for an empty one at least the separator that ends the previous document.

@@ -10,7 +10,6 @@ from lit_lazy.config.schema import ModelConfig, RunConfig
 from lit_lazy.config.user_classes import has_user_classes
 from lit_lazy.data import DataConfig, DataSource
 from lit_lazy.data.source_interface import Outline, load_data
-from lit_lazy.data.token_dataset import CHECKED_SEQUENCES
 from lit_lazy.model.decoder import DecoderLM, build_empty
 from lit_lazy.model.loss import LOGITS_AT_ONCE
 from lit_lazy.support.checked_fields import require
@@ -167,8 +166,12 @@ def load_outline(config: DataConfig, elsewhere: bool = False) -> Outline:
         return config.outline_elsewhere() if elsewhere else config.outline()
 
 
+COMPARED_SEQUENCES = 64
+"""First sequences by which training and validation are compared."""
+
+
 def validates_on_training(source: DataSource) -> bool:
     """Whether the validation begins with the sequences that the training data begin with."""
-    count = min(CHECKED_SEQUENCES, len(source.train), len(source.validation))
+    count = min(COMPARED_SEQUENCES, len(source.train), len(source.validation))
     first, other = (part.sequences[:count].long() for part in (source.train, source.validation))
     return torch.equal(first, other)

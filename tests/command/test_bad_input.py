@@ -248,6 +248,11 @@ LOADS = {
     "return but(validation=TokenDataset(NONE, {'oracle_nll': NONE[:, 1:] / 0}), row_groups=(), row_contrast=None)": (
         "validation: positions='oracle_nll': must be finite"
     ),
+    "return but(train=TokenDataset((99 * torch.eye(2000)[:, :17].flip(0)).long()))": "tokens must be 0 to 16",
+    "return but(train=TokenDataset(NONE, {'tokens': NONE[:, 1:]}))": "train: positions=['tokens']: would replace the",
+    "return but(validation=TokenDataset(NONE, {'place': NONE[:, 1:]}), row_groups=(), row_contrast=None)": (
+        "positions with place=['validation']: must be those of train and validation, or neither"
+    ),
     "return but(validation=TokenDataset(NONE[:0]))": "must hold at least one sequence",
     "return but(train=TokenDataset(NONE, targets=NONE[:, 1:] - 1))": (
         "train: targets=[-1]: must be 0 to 16, or -100 where nothing is predicted"

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -21,7 +22,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from lit_lazy.attention import AttentionSpec, Elastic, LearnedBias, RetNet
 from lit_lazy.command.main import main
 from lit_lazy.config.serialisation import replace_at
-from lit_lazy.data.pipeline.tokeniser import ByteTokenizer, FileTokenizer
+from lit_lazy.data import DataConfig, DataSource
+from lit_lazy.data.pipeline.tokeniser import ByteTokenizer, FileTokenizer, Tokenizer
+from lit_lazy.data.source_interface import SpecialTokens
 from lit_lazy.data.text import Text
 from lit_lazy.model import export_folder
 from lit_lazy.model.export_folder import collect_code
@@ -106,6 +109,32 @@ def test_its_tokenizer_gives_the_tokens_of_the_training(bpe: Path, tmp_path: Pat
         assert ends[0].equal(ends[1]), "a shorter prompt goes on as it does alone"
         written = [(out / name).read_text() for name in TOKENIZER | {"README.md", "config.json"}]
         assert str(tmp_path) not in "".join(written)
+
+
+@dataclass(frozen=True)
+class Telegrams(DataConfig):
+    """A source of one's own, whose texts begin with ! and end with a full stop."""
+
+    def load(self) -> DataSource:
+        raise AssertionError
+
+    def load_tokenizer(self) -> ByteTokenizer:
+        return ByteTokenizer()
+
+    def begin_prompt(self, tokenizer: Tokenizer) -> int:  # noqa: ARG002
+        return ord("!")
+
+    def name_special_tokens(self, tokenizer: Tokenizer) -> SpecialTokens:  # noqa: ARG002
+        return SpecialTokens(ord("!"), (ord("."),), ord("_"))
+
+
+def test_a_source_of_ones_own_says_how_its_texts_begin_and_end(tmp_path: Path) -> None:
+    checkpoint = save(tmp_path / "model.ckpt", replace_at(BYTES, {"data": Telegrams()}), 256, 32)
+    theirs = AutoTokenizer.from_pretrained(exported(checkpoint, tmp_path / "telegrams"), trust_remote_code=True)
+    prompts = Prompts(Telegrams(), 256)
+    assert theirs("stop").input_ids == prompts.encode("x", b"stop") == [*b"!stop"]
+    assert (theirs.bos_token, theirs.eos_token, theirs.pad_token) == ("!", ".", "_")
+    assert prompts.special.ends == (ord("."),)
 
 
 def test_the_folder_is_there_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

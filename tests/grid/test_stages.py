@@ -203,6 +203,9 @@ def test_the_best_rate_is_the_best_of_its_column_and_exact() -> None:
         return choose_best_rates(replace(make_table(), columns=(replace(LOSS, better=better),)))
 
     assert choose("lower") == first_stage.BEST
+    table = make_table()
+    before = [replace(row, variant=f"{row.variant} (version 1a2b3c)") for row in table.rows]
+    assert choose_best_rates(replace(table, rows=(*table.rows, *before))) == first_stage.BEST
     assert not choose("higher").items() & first_stage.BEST.items()
     with pytest.raises(ValueError, match="primary='loss': has no direction; give its column better="):
         choose(None)

@@ -160,10 +160,12 @@ def test_the_rule_of_the_readme_is_measured_and_exported(tmp_path: Path) -> None
 
 
 def test_links_of_the_documents_and_tests_that_they_name_exist() -> None:
+    known = {*re.findall(r"def (test_\w+)", "".join(file.read_text() for file in ROOT.glob("tests/**/test_*.py")))}
     for page in (page for folder in (*PAGES, "docs/results/*/*.md") for page in ROOT.glob(folder)):
         links = re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text())
         lost = [link for link in links if not link.startswith("http") and not (page.parent / link).exists()]
         lost += [test for test in re.findall(r"`(tests/[\w/.]+)`", page.read_text()) if not (ROOT / test).exists()]
+        lost += {*re.findall(r"`(test_\w+)`", page.read_text())} - known
         assert lost == [], page
 
 

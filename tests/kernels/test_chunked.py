@@ -184,6 +184,18 @@ def test_causality(setting, backend):
     assert grads["k"][:, :, token:].count_nonzero() == grads["v"][:, :, token:].count_nonzero() == 0
 
 
+@pytest.mark.parametrize("sign", [1, -1])
+def test_rows_without_keys_are_zero(backend, sign):
+    case = draw(18, sign=sign, length=12, threshold="constant").to(torch.float32)
+    case = replace(case, q=case.q[:, :, 1:], options=case.options | {"kv_lengths": torch.tensor([0, 6])})
+    found = run_named(case, backend)
+    assert found["out"][0].count_nonzero() == found["out"][1, :, :5].count_nonzero() == 0
+    assert found["lse"][0].isneginf().all()
+    assert found["zeros"][0].count_nonzero() == found["mass"][0].count_nonzero() == 0
+    assert found["dq"][0].count_nonzero() == found["dk"][0].count_nonzero() == 0
+    assert all(x.isfinite().all() for name, x in found.items() if name != "lse")
+
+
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf])
 @pytest.mark.parametrize("sign", [1, -1])
 class TestPoison:

@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 RUN = README + (ROOT / "docs" / "extend.md").read_text()
 """The pages whose commands and files are run."""
+SOURCES = "lit_lazy", "kernels", "tests", "experiments", "ablations", "timings", "docs"
 MOST_WORDS = {
     ("README.md",): 1000,
     ("docs/results/README.md",): 2500,
@@ -159,13 +160,18 @@ def test_the_rule_of_the_readme_is_measured_and_exported(tmp_path: Path) -> None
     subprocess.run([sys.executable, "use.py"], cwd=tmp_path, env=environment, check=True)
 
 
-def test_links_of_the_documents_and_tests_that_they_name_exist() -> None:
-    known = {*re.findall(r"def (test_\w+)", "".join(file.read_text() for file in ROOT.glob("tests/**/test_*.py")))}
+def test_links_of_the_documents_and_tests_and_files_that_they_name_exist() -> None:
+    tests = "".join(file.read_text() for file in ROOT.glob("tests/**/test_*.py"))
+    known, names = {*re.findall(r"def (test_\w+)", tests)}, " ".join(re.findall(r"(?:def|class) (\w+)", tests))
+    files = {path.name for folder in SOURCES for path in (ROOT / folder).rglob("*.py")}
     for page in (page for folder in (*PAGES, "docs/results/*/*.md") for page in ROOT.glob(folder)):
         links = re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text())
         lost = [link for link in links if not link.startswith("http") and not (page.parent / link).exists()]
         lost += [test for test in re.findall(r"`(tests/[\w/.]+)`", page.read_text()) if not (ROOT / test).exists()]
         lost += {*re.findall(r"`(test_\w+)`", page.read_text())} - known
+        chosen = re.findall(r"-k (?:\"([\w ]+)\"|(\w+))", page.read_text())
+        lost += [word for words in chosen for word in "".join(words).split(" or ") if word.lower() not in names.lower()]
+        lost += {*re.findall(r"(?<![\w/])(?!my_)(\w+\.py)\b", page.read_text())} - files
         assert lost == [], page
 
 

@@ -248,8 +248,8 @@ SHARED = {
     "--out FILE.json": "write the results there, and as tables to a .md next to it",
     "--open": "open the page in the browser",
     "--workers N": "worker processes (default: one per GPU; without GPUs, what cores and memory allow)",
-    "--storage URL": "database of the queue, shared by all machines: postgresql://USER:PASSWORD@HOST/DATABASE "
-    "(default: $LIT_LAZY_STORAGE, else queue.db in the runs folder)",
+    "--storage URL": "database of Optuna's study, shared by all machines: postgresql://USER:PASSWORD@HOST/DATABASE "
+    "(default: $LIT_LAZY_STORAGE, else a file in the grid's folder)",
     "--logger KIND ...": "log to csv, tensorboard or wandb as well as MLflow, in the run folder; repeatable",
     "--launcher": "local runs cells in processes of this machine (default); ray runs them as tasks on a Ray cluster, "
     "each with --threads CPUs and --gpus GPUs, at most --workers at a time (default: all that fit), and needs pip "

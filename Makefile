@@ -1,5 +1,5 @@
-# Every target makes .venv itself when it is missing, in some minutes. TINY=1 runs the same path on a smaller model, one
-# seed, in a minute.
+# Every target makes its environment itself when it is missing, in some minutes. TINY=1 runs the path of table2 and
+# table2-text on a smaller model, one seed, in a minute.
 PYTHON ?= python3
 RUNS ?= runs
 BIN := .venv/bin

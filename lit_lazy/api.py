@@ -1,6 +1,6 @@
 """What `import lit_lazy` gives to a notebook: `train`, `load`, `show` and `results`.
 
-Only `train` and `results` import MLflow, when they are called.
+Only `train` imports MLflow, when it is called.
 """
 
 import operator

@@ -107,6 +107,7 @@ MISTAKES: list[tuple[Callable[[api.Model], object], str]] = [
     (lambda _: show("high"), "weights='high' ("),
     (lambda model: model.with_(None), "changes=None: must be a dict"),
     (lambda _: train("backcopy_tiny", [("train.steps", 3)]), "changes=[('train.steps', 3)]: must be a dict"),
+    (lambda _: load(save(Path("retnet.ckpt"), RETNET)).raise_thresholds(0.1), "model.mixer='RetNet': has no attention"),
     (lambda model: model.raise_thresholds(0.1, sequences=0), "sequences=0: must be a whole number of at least 1"),
 ]
 

@@ -1,4 +1,4 @@
-"""`python3 -m timings step|cells|grid|diagnostics|looks [--out FILE.json]`, also by `make bench` and `make bench-*`."""
+"""`python3 -m timings step|cells|grid|diagnostics|looks [--out FILE.json]`, most also by `make bench` and others."""
 
 import argparse
 import sys
@@ -50,7 +50,7 @@ file lacks; a file of other code, another machine or other options is replaced, 
         "--pairs",
         metavar="N",
         type=of_kind(PositiveInt),
-        help="pairs of cells, 2 or more, with seeds 0, 1, ... (default 10; stdlib_long 3)",
+        help="pairs of cells, 2 or more, with seeds 0, 1, ... (default 10; of stdlib_long and other experiments 3)",
     )
     parser.add_argument(
         "--steps",
@@ -85,7 +85,7 @@ def measure_cells(options: argparse.Namespace, _rest: list[str]) -> int:
 
 
 def _add_grid(commands: Commands) -> None:
-    help = "measure the overhead of queue and tracking over training (half an hour)"
+    help = "measure the overhead of study and tracking over training (half an hour)"
     parser = add_command(commands, "grid", measure_grid, help)
     add_options(parser, {"--cells 0,1": "grid sizes in cells, multiples of 5 (default 100,1000,10000)"}, "--out")
 

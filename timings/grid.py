@@ -292,6 +292,6 @@ def format_tables(result: dict[str, Any]) -> str:
         "|:---|" + "---:|" * len(rows),
         *(format_row([name, *(f"{row['milliseconds'][name]:.3f}" for row in rows)]) for name in names),
         "",
-        f"{format_provenance(result)} Queue and MLflow: sqlite.",
+        f"{format_provenance(result)} MLflow: sqlite.",
     ]
     return "\n".join(lines) + "\n"

@@ -3,7 +3,7 @@
 Every scenario draws the contrasts of a claim over the seeds of all looks, and `lit_lazy.table.sequential_looks`
 decides. Contrasts have correlation 0.5 over seeds, as differences to one common row have. Wrong support means that a
 contrast is at or above 0 (`same`, `no_worse`: at or beyond the margin); wrong refutation that all contrasts hold by
-the margin. Between them neither is wrong.
+the margin (`same`: by half of it). Between them neither is wrong.
 """
 
 from collections import defaultdict

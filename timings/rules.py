@@ -76,8 +76,8 @@ def _make_step(name: str, path: str, length: int, tokens: int) -> Callable[[], N
         return None
 
     def step() -> None:
-        ready = call._replace(q=module.queries(call))
-        out = module.attend_by_rule(ready)[0] if path == "rule" else module(call)[0]
+        by_rule = path == "rule"
+        out, _ = module.attend_by_rule(call._replace(q=module.queries(call))) if by_rule else module(call)
         out.backward(grad)
 
     return step

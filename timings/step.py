@@ -42,7 +42,7 @@ SOFTMAX, STATES = "softmax", ("untrained", "local")
 LOCAL_REACH = 8.0
 """Keys over which the bias of the state "local" lowers a score by one nat."""
 TILE_ROWS, TILE_COLUMNS = 64, (64, 256)
-"""Tiles counted as empty or not: those of a typical GPU kernel, and those as wide as the CPU backend skips."""
+"""Tiles counted as empty or not: those of a typical GPU kernel, and those that `chunked` skips."""
 LONGEST = 4096
 """64 tiles of 64 columns: each tile needs its own channel of a head, which has 64."""
 
@@ -69,7 +69,7 @@ def bench_step(
     with use_one_thread():
         provenance = collect_provenance(out)
         rows = [row for length in lengths for row in _measure(length, rounds, tokens, console)]
-        fewer = max(2, rounds // 2)  # nineteen paths take turns
+        fewer = max(2, rounds // 2)  # many paths take turns
         rules = [row for length in rule_lengths for row in measure_rules(length, fewer, tokens, console)]
         result = {
             **provenance,

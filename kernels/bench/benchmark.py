@@ -189,11 +189,11 @@ def count_workers() -> int:
 
 
 def _count_configurations() -> int:
-    """Length of the longest list of configurations for the workloads' widths."""
+    """Length of the longest list of configurations for the widths of most workloads."""
     if not configurations.AUTOTUNE:
         return 1
-    q = torch.empty(1, 1, 1, 128, dtype=torch.bfloat16)
-    return max(len(configurations.list_choices(kernel, q)) for kernel in configurations.CONFIGURATIONS)
+    queries = [torch.empty(1, 1, 1, width, dtype=torch.bfloat16) for width in (64, 128)]
+    return max(len(configurations.list_choices(kernel, q)) for kernel in configurations.CONFIGURATIONS for q in queries)
 
 
 def _format_summary(record: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""Correctness gate of the benchmark: the kernels' results against float64, over every option.
+"""Correctness gate of the benchmark: the kernels' results against float64, over most options.
 
 The expected values come from `reference`, the error bounds from `eager` in the same precision.
 """

@@ -52,7 +52,7 @@ class Candidate(NamedTuple):
     """One way to run a pass."""
 
     name: str
-    """forward, query_gradient or key_gradient."""
+    """A kernel of `configurations.CONFIGURATIONS`."""
     width: int
     blocks: tuple[int, ...]
     """Of `configurations.Blocks`; of `hopper.HopperTiles` with the kernel made for Hopper."""
@@ -171,7 +171,7 @@ def time_candidate(candidate: Candidate, reach: int) -> float:
 
 
 def time_both(width: int, reach: int, setting: str) -> dict[str, float]:
-    """Median milliseconds of the function by the default kernels, tuned; and the mean of the host's part."""
+    """Median milliseconds of the function by the kernels of a setting; and the mean of the host's part."""
     with patch.multiple(configurations, **SETTINGS[setting]):
         return _time_both(width, reach)
 

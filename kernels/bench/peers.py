@@ -191,7 +191,7 @@ class Peer(NamedTuple):
     attend: Callable[..., Tensor]
     """Computes the output from q, k, v, tau and bias."""
     kind: str | None
-    """Key in `compiled.PRODUCTS` of the products that it needs."""
+    """Key in `compile_report.PRODUCTS` of the products that it needs."""
     same: bool = True
     """Whether it computes the same function as flash_lazy."""
     around: Callable[[], AbstractContextManager[Any]] = nullcontext

@@ -15,8 +15,8 @@ import torch
 def collect_provenance(module: str) -> dict[str, str]:
     """Command (`module` with this process's arguments), date, commit, versions and machine.
 
-    `source` is a hash of the files of this folder and of flash_lazy. Unlike the commit, it also identifies edited files
-    and copies without git.
+    `source` is a hash of the Python files of this folder and of flash_lazy. Unlike the commit, it also tells edited
+    files and copies without git apart.
     """
     made = {
         "command": " ".join([f"python3 -m {module}", *sys.argv[1:]]),

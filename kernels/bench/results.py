@@ -23,7 +23,7 @@ class RefusedError(Exception):
 def open_results(out: Path, made: Mapping[str, str], fresh: bool) -> dict[str, Any]:
     """Results in a folder to continue; empty results if there are none, or with `fresh`.
 
-    Keys: made, ceilings, gate (rows), points (records by workload title). Raises RefusedError if those in the folder
+    Keys: made, ceilings, gate (rows), points (records by workload). Raises RefusedError if those in the folder
     are from other code or another machine, or cannot be read.
     """
     path = out / FILE
@@ -63,9 +63,9 @@ def format_tables(result: Mapping[str, Any], plan: Sequence[Workload]) -> str:
         "Milliseconds: median [quartiles], then the share of the device's ceiling. The ceiling is the TFLOP/s of the "
         "best matrix product, compared with the products that the function needs at this share of empty tiles; for "
         "decoding (one query per sequence, as a CUDA graph), the reading rate, compared with all bytes of keys and "
-        "values. Values of empty tiles are not read, so it may exceed 100 %. bfloat16, tau = 1. Memory is the rise of "
-        "the peak, including results. The difference is ||x - y|| / ||y|| at the first share, where y is the output of "
-        "the first row; SDPA and AdaSplash compute other functions.",
+        "values. The peer that skips reads no values of empty tiles, so it may exceed 100 %. bfloat16, tau = 1. Memory "
+        "is the rise of the peak, including results. The difference is ||x - y|| / ||y|| at the first share, where y "
+        "is the output of the first row; SDPA and AdaSplash compute other functions.",
         "",
         ", ".join(f"{name} {value}" for name, value in result["made"].items()) + ".",
         "",

@@ -60,6 +60,7 @@ class LazyAttention(nn.Module):
         threshold: "per_query", "per_token", "seq_len" or "constant", as in `lazy_attention`.
         context_length: the training context; needed by "seq_len" and, as the number of its taus, by "per_token".
         renormalise, window, backend: as in `lazy_attention`.
+        device, dtype: of the projections; tau and bias are at least float32.
 
     Raises:
         ValueError: an argument is invalid; the message names it, its value and the fix.
@@ -104,7 +105,8 @@ class LazyAttention(nn.Module):
         if threshold == "constant" and tau >= 1:
             raise ValueError(f"tau is {tau} and threshold 'constant'; give less than 1, which no weight exceeds")
         if (context_length is None) != (threshold not in ("seq_len", "per_token")):
-            raise ValueError(f"threshold is {threshold!r} and context_length {context_length}; give both, or neither")
+            fix = "seq_len and per_token need one, no other"
+            raise ValueError(f"threshold is {threshold!r} and context_length {context_length}; {fix}")
         self.width, self.rope_base, self.initial_tau = width, rope_base, tau
         self.settings = {"threshold": threshold, "renormalise": renormalise, "window": window, "backend": backend}
         if threshold == "seq_len":

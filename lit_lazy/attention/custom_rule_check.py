@@ -22,11 +22,11 @@ LARGE = 200.0
 def probe_weights(
     rule: Rule, heads: int, maps: int, can_zero: bool, signed: bool, device: torch.device, dtype: torch.dtype
 ) -> None:
-    """Raises a one-line ValueError with the fix if a rule violates the contract of `flash_lazy.Rule`.
+    """Raises a one-line ValueError with the fix if a rule violates the contract of `flash_lazy.Rule`, or draws.
 
-    Checks shape and dtype, finite weights for finite scores, no weight at hidden keys, independence of the number of
-    hidden keys and of other rows and sequences, no negative weight unless `signed`, and no weight of exactly 0 for
-    small scores unless `can_zero`.
+    Checks shape and dtype, finite weights for finite scores, no weight at hidden keys, equal weights in a second call,
+    independence of the number of hidden keys and of other rows and sequences, no negative weight unless `signed`, and
+    no weight of exactly 0 for small scores unless `can_zero` or `signed`.
     """
     rows, name = _make_rows(device, dtype), rule_name(rule)
     for size in (1.0, LARGE):

@@ -1,4 +1,4 @@
-"""Interface of the token mixers, attention or a recurrent layer, and of their parts; the key-value caches of attention.
+"""Interface of the token mixers, attention or a recurrent layer, and of their parts.
 
 A mixer is a frozen dataclass (its settings) whose `build` returns the module that holds its parameters.
 """
@@ -20,8 +20,8 @@ class Drawn(CheckedFields):
     """A part whose class figures show by a colour and a name. Both are the class's own, not its subclasses'."""
 
     colour: ClassVar[str] = ""
-    """Hexadecimal; figures choose one where it is empty. The project's are Okabe and Ito's, then Tol's muted ones, for
-    positions his high-contrast ones: they are also distinguishable with common colour blindness."""
+    """Hexadecimal; figures choose one where it is empty. Most of the project's are Okabe and Ito's or Tol's, which
+    are also distinguishable with common colour blindness."""
     spoken: ClassVar[str] = ""
     """How people write its name, where that is not the name of the class."""
 

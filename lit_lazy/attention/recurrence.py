@@ -29,8 +29,8 @@ from lit_lazy.support.checked_fields import PositiveInt
 
 DECAY_RATES = 1.0, 16.0
 """Range of the uniform initial A."""
-TIME_STEPS, LEAST_STEP = (1e-3, 1e-1), 1e-4
-"""Range of the log-uniform initial softplus(dt_bias), and its lower bound."""
+TIME_STEPS = 1e-3, 1e-1
+"""Range of the log-uniform initial softplus(dt_bias)."""
 Operation = Literal["simple_gla", "gated_delta_rule"]
 
 
@@ -123,7 +123,7 @@ class Decay(SelfInitialised):
         with torch.no_grad():
             self.A_log.uniform_(*DECAY_RATES, generator=generator_of("A_log")).log_()
             step = self.dt_bias.uniform_(*map(math.log, TIME_STEPS), generator=generator_of("dt_bias"))
-            step.exp_().clamp_(min=LEAST_STEP)
+            step.exp_()
             step += torch.log(-torch.expm1(-step))  # the inverse of softplus
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:

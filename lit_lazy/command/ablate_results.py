@@ -66,7 +66,7 @@ def _add_further(commands: Commands) -> None:
             "commit, as lines of JSON compressed by xz (default: cells.jsonl.xz in the grid's folder)"
         },
     )
-    summary = "write the best learning rates of a finished search into ablations/rates.json, for second stages"
+    summary = "write the best learning rates of a finished first stage into ablations/rates.json, for second stages"
     parser = add_command(commands, "rates", ablate_rates, summary)
     add_options(parser, {"folders FOLDER": ("results of a first stage, with a table.json", {"nargs": "+"})})
     parser = add_command(commands, "verdicts", ablate_verdicts, "print the verdicts of the questions that were run")
@@ -78,8 +78,8 @@ def _add_further(commands: Commands) -> None:
                 {"nargs": "?", "default": Path("runs")},
             ),
             "--insert README.md ...": "also fill in this page: its tables, between <!-- findings -->, <!-- verdicts "
-            "--> or <!-- reviewers --> and <!-- end -->, and its numbers, as in [0.1](FOLDER/table.md 'row: "
-            "column'); repeatable",
+            '--> or <!-- reviewers --> and <!-- end -->, and its numbers, as in [0.1](FOLDER/table.md "row: '
+            'column"); repeatable',
         },
     )
     add_command(commands, "list", ablate_list, "list ablations, questions, searches and experiments")

@@ -117,7 +117,7 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
         {
             "--looks N": "make at most N further looks of a question that has looks, also if it is futile to "
             "continue (default: until it is decided or futile)",
-            "--dry-run": "list the cells and estimate their time; create nothing",
+            "--dry-run": "list what would be trained and estimate its time; create nothing",
         },
     )
     former = parser.add_mutually_exclusive_group()

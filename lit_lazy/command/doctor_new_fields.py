@@ -15,7 +15,7 @@ from lit_lazy.command.options import command
 from lit_lazy.support.names_to_paths import require_usable_name
 
 USES = {
-    "postgres": "a queue on PostgreSQL (--storage)",
+    "postgres": "Optuna's study on PostgreSQL (--storage)",
     "ray": "grids on a Ray cluster (--launcher ray)",
     "lm-eval": "standard benchmarks (lm-eval)",
     "fla": "RetNet, Mamba2 and Gated DeltaNet",
@@ -107,7 +107,7 @@ def list_devices() -> Iterator[str]:
 
     from lit_lazy.support.machine import count_cores, measure_total_memory
 
-    yield f"{'CPU':12} {count_cores()} cores, {measure_total_memory() / 1e9:.1f} GB of memory and swap"
+    yield f"{'CPU':12} {count_cores()} cores, {measure_total_memory() / 1e9:.1f} GB of memory, swap and GPU memory"
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     for i in range(count):
         facts = torch.cuda.get_device_properties(i)

@@ -84,8 +84,8 @@ MOST_TOKENS = 2**17
             {"default": None},
         ),
         "--heads 0,1": (
-            "heads whose attention maps to save, counted from 0 (default: the one with the most weight on the first "
-            "key)",
+            "heads whose attention maps to save, counted from 0 (default: the one with the largest share of its mass "
+            "on the first key)",
             {"default": None},
         ),
         "--sequences N": ("maximum number of validation sequences (default 64)", {"default": 64}),
@@ -133,14 +133,14 @@ def lm_eval(options: argparse.Namespace, _rest: list[str]) -> int:
 
     from lit_lazy.measure.lm_eval import TASKS, benchmark, find_tasks, load_tasks, require_text
     from lit_lazy.support.console import plain_console
-    from lit_lazy.support.disk import check_writable_folder, write_text
+    from lit_lazy.support.disk import check_writable_file, write_text
     from lit_lazy.support.provenance import collect_environment
     from lit_lazy.training import checkpoints
     from lit_lazy.training.execution_settings import select_training_device
 
     prepare_process(options)
     if options.out is not None:
-        check_writable_folder("--out", options.out.parent)
+        check_writable_file("--out", options.out)
     chosen = options.tasks or list(TASKS)
     manager = find_tasks(chosen, options.task_folder, "--tasks")
     module = checkpoints.load(options.checkpoint)
@@ -158,6 +158,7 @@ def lm_eval(options: argparse.Namespace, _rest: list[str]) -> int:
     print_benchmarks(found)
     result = found.to_json() | {"checkpoint": str(options.checkpoint), "environment": collect_environment()}
     if options.out is not None:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
         write_text(options.out, json.dumps(result, indent=1))
     print(log_benchmarks(options.checkpoint, found.metrics(), result, limited=options.limit is not None))
     return 0

@@ -241,8 +241,8 @@ SHARED = {
     "checkpoint CHECKPOINT": "the final.ckpt in a run folder",
     "--base EXPERIMENT": "experiment to run on, a name or a .py file (default: the one that the ablation names)",
     "--import FILE ...": "a .py file that defines a custom class of the model; repeatable",
-    "--init-from CHECKPOINT": "initialise from a final.ckpt every weight whose name and shape match, to continue with "
-    "another variant, data or schedule",
+    "--init-from CHECKPOINT": "initialise from a final.ckpt every weight whose name and shape match, in parts of equal "
+    "classes, to continue with another variant, data or schedule",
     "--threads N": "CPU threads (default: torch's choice; 1 is faster for small models beside other work)",
     "--runs FOLDER": "folder of all results (default: runs)",
     "--out FILE.json": "write the results there, and as tables to a .md next to it",

@@ -20,6 +20,7 @@ from lit_lazy.data.pipeline.corpus_cache import Corpus, cache_folder, make_once
 from lit_lazy.data.pipeline.documents import Files, Source
 from lit_lazy.data.pipeline.shards import hash_document
 from lit_lazy.data.pipeline.tokeniser import END_OF_TEXT, TokenizerSpec
+from lit_lazy.data.source_interface import Outline
 from lit_lazy.data.text import Text
 from lit_lazy.support.checked_fields import require
 
@@ -130,6 +131,11 @@ class Packages(Text):
         for name in ("validation", "begin_of_text", "end_of_text"):
             value = getattr(self, name)
             require(not value, f"data.{name}", value, "needs data.path; leave it out")
+
+    def outline_elsewhere(self) -> Outline:
+        if self.tokenizer != "packages":
+            return super().outline_elsewhere()
+        return Outline("packages", VOCABULARY, self.context_length, None, self.document_mask)
 
     @property
     def _spec(self) -> TokenizerSpec:

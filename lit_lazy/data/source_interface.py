@@ -56,7 +56,7 @@ class Outline:
 
 @dataclass(frozen=True)
 class SpecialTokens(CheckedFields, prefix="data.special_tokens."):
-    """Ids of the tokens with which an imported model's source begins, ends and pads a text."""
+    """Ids of the tokens with which a source begins, ends and pads a text."""
 
     begin: int | None = None
     """Token before a text; None for none."""
@@ -83,7 +83,7 @@ class DataConfig(CheckedFields, ABC, prefix="data."):
         return self.load().outline
 
     def outline_elsewhere(self) -> Outline:
-        """`outline` for an estimate of a training on another machine, whose files may be missing here."""
+        """`outline` for an estimate of a training on another machine, whose tokenizer may be missing here."""
         return self.outline()
 
     def at_length(self, length: int) -> "DataConfig":

@@ -46,7 +46,7 @@ class SyntheticTask(DataConfig, ABC):
 
     @abstractmethod
     def draw(self) -> tuple[Splits, dict[str, float]]:
-        """The sequences, and facts about the validation's: the losses of weak predictors, `chance_nats` first."""
+        """The sequences, and facts about the validation's, such as the losses of weak predictors."""
 
     def draw_splits(self) -> Splits:
         """Each split from its own random stream: neither split's size affects the other."""

@@ -75,7 +75,7 @@ class Text(DataConfig):
     begin_of_text: str | None = None
     """Token of the tokenizers file before every document, such as <s>; None for none."""
     special_tokens: SpecialTokens = field(default_factory=SpecialTokens)
-    """Of an imported model, for `generate` and `export`: no part of the text."""
+    """Of an imported model, for `generate`, `lm-eval` and `export`: no part of the text."""
     document_mask: bool = False
     """Restrict attention to documents, and count positions from each document's first token in the window. The loss
     still includes every target, also a document's first token, which is predicted from the separator before it."""
@@ -89,7 +89,7 @@ class Text(DataConfig):
     """Validation text: a path, or a split of the hub dataset. Empty to hold out a share of the documents."""
     validation_share: Annotated[float, Bounds(gt=0, lt=1)] = 0.1
     """Share of the documents held out, selected by a hash of their text, if `validation` is empty; of fewer than 20
-    documents the end of each."""
+    documents in files the end of each."""
     validation_windows: PositiveInt = 256
     """Number of validation windows, evenly spread over the validation text; all of a text that has fewer."""
     validation_overlap: bool = False

@@ -237,7 +237,7 @@ def _draw_over_training(
 ) -> Figure | None:
     """Draw a panel per variant with a line per metric, over the steps that all its seeds have, and a band of the range.
 
-    metrics: names by label. watched: measured at powers of two, not at equal intervals.
+    metrics: names by label. watched: measured at powers of two too, not only at equal intervals.
 
     The baseline comes first, and is also drawn thin and grey behind the other variants. Of many variants only the best
     are shown.

@@ -65,7 +65,7 @@ def find_dead(folder: Path) -> Holder | None:
 
 
 def claim(folder: Path) -> BaseFileLock | None:
-    """Take the lock of a waiting cell's folder, which the caller releases by `give_back`; None if it does not wait.
+    """Take the lock of a cell's folder, which the caller releases by `give_back`; None if it is taken or has failed.
 
     Counts the deaths of former holders: after MOST_DEATHS without progress the cell has failed.
     """

@@ -1,4 +1,4 @@
-"""Cost estimate of a grid from a few timed steps of each row; nothing is written to disk."""
+"""Cost estimate of a grid, of small models from a few timed steps of each row; nothing is written to disk."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial

@@ -40,7 +40,7 @@ class Question:
     rule: Rule
     """The claim about every contrast (`lit_lazy.table.declaration.Rule`)."""
     source: str
-    """Origin: a reviewer's question (R1 to R15) or a place in the paper."""
+    """Origin, such as a reviewer's question (R1 to R15) or a place in the paper."""
     margin: float = 0.0
     """The largest difference that counts as none, in the metric's unit; not used by the rules `removed`, `mostly` and
     `alone`."""

@@ -91,7 +91,7 @@ def join_cluster(address: str) -> Iterator[list[Machine]]:
             _check_address(address)
             ray.init(address, **quiet)
         if in_main_thread:
-            signal.signal(signal.SIGTERM, on_terminate)  # Ray's own handler aborts while workers requeue
+            signal.signal(signal.SIGTERM, on_terminate)  # Ray's own handler aborts while workers give cells back
         machines = [machine["Resources"] for machine in ray.nodes() if machine["Alive"]]
         yield [(resources.get("CPU", 0.0), resources.get("GPU", 0.0)) for resources in machines]
     finally:

@@ -39,7 +39,7 @@ MOST_CRASHES = 3
 LONGEST_PAUSE_SECONDS = 60.0
 """Upper bound on the pause before what failed for lack of space is tried again."""
 IN_USE = "in_use.lock"
-"""File in a grid's folder, which every command on the grid holds."""
+"""File in a grid's folder, which every command that trains its cells holds."""
 
 
 class Outcome(NamedTuple):
@@ -175,7 +175,7 @@ def reset_grid(work: Work, console: Console) -> None:
 
 
 def find_users(folder: Path) -> list[str]:
-    """The processes that train cells of a grid's folder, and `a command` if one works on it."""
+    """The processes that train cells of a grid's folder; if there are none, `a command` if one works on it."""
     running = [path for path in (folder / CELLS).glob("*") if is_locked(path)]
     found = {f"process {holder.pid} on {holder.host}" for path in running if (holder := Holder.read(path))}
     return sorted(found) or ["a command"] * is_shared(folder / IN_USE)

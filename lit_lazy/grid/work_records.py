@@ -24,7 +24,7 @@ class Work:
     """Cells to execute and their location."""
 
     id: str
-    """Name of the folder, the study and the MLflow experiment."""
+    """Name of the folder and of the MLflow experiment; the study's begins with it."""
     cells: Sequence[Cell]
     runs: Path
     files: Sequence[Path]

@@ -1,1 +1,1 @@
-"""Measurements of a model: torchmetrics that accumulate over batches and reduce over processes."""
+"""Measurements of a model: torchmetrics that accumulate over batches, and evaluations."""

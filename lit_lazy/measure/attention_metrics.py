@@ -81,7 +81,7 @@ class AttentionMetrics(Ratios):
     For every group of rows, with the group's name appended (except "all"):
     `sink/first_key_weight`: mean weight on the first key, for rows from `FIRST_KEY_MIN_POSITION` on;
     `sink/first_key_share`: the same weight / the mass of the same rows;
-    `mass`: mean surviving mass of a row, before any renormalisation;
+    `mass/GROUP`, also `mass/all`: mean surviving mass of a row, before any renormalisation;
     `sink/fixed_key_weight`: mean weight on the data's `watched_key`, for rows from both positions on.
     Over all rows, `sparsity/zero`: share of visible keys with a weight of 0.
     A rule that cannot give 0 has no sparsity; one whose weights can be negative has no shares either.

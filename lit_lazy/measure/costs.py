@@ -107,7 +107,7 @@ def median_ratio(own: Sequence[float], others: Sequence[float]) -> float:
 
 
 def make_twin(model: DecoderLM) -> DecoderLM:
-    """A model with the same sizes and weights, but with PyTorch's softmax attention, without bias, window and gate."""
+    """A model with the same sizes and weights, but with PyTorch's softmax attention and no other setting of it."""
     cfg = dataclasses.replace(model.cfg, attention=AttentionSpec(), backend="sdpa")
     twin = DecoderLM(cfg, model.embedding.num_embeddings, model.context_length, seed=None)
     twin.load_state_dict({name: x for name, x in model.state_dict().items() if name in twin.state_dict()})

@@ -10,7 +10,7 @@ from lit_lazy.data.token_dataset import Batch
 from lit_lazy.measure.diagnostics import evaluation_mode
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.model.loss import head_nll, mean_nll
-from lit_lazy.support.checked_fields import PositiveFloat, check_value
+from lit_lazy.support.checked_fields import PositiveFloat, check_value, require
 
 log = logging.getLogger("lit_lazy.measure.raise_thresholds")
 LARGEST = 4.0
@@ -32,6 +32,7 @@ def raise_thresholds(model: DecoderLM, batch: Batch, rise: float) -> Tensor:
     per head (`Elastic`, with another threshold than per_token), or if the loss at its own taus is lower by that.
     """
     check_value("rise", rise, PositiveFloat)
+    require(bool(model.attentions), "model.mixer", type(model.cfg.mixer).__name__, "has no attention, so no thresholds")
     taus = [_get_tau(attention.normaliser) for attention in model.attentions]
     trained = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     try:

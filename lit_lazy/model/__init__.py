@@ -1,1 +1,1 @@
-"""The decoder language model, generation, loss and export. Needs only torch."""
+"""The decoder language model, generation and loss, which need only torch; import and export."""

@@ -50,7 +50,7 @@ KIND_TITLES = {
 }
 SHOWN = 20
 """Maximum number of points in the table; the CSV and JSON files contain all."""
-STATE_ORDER = ("complete", "pruned", "diverged", "failed", "running", "waiting")
+STATE_ORDER = ("complete", "pruned", "diverged", "failed", "running")
 
 
 @dataclass(frozen=True)
@@ -89,11 +89,13 @@ def _read_trainings(folder: Path) -> IndexEntry:
 def _read_entry(folder: Path) -> IndexEntry:
     file = folder / "table.json"
     changed = (file if file.exists() else folder).stat().st_mtime
+    is_search = folder.name.startswith("search-")
     if not file.exists():
         found = len(list(folder.glob("cells/*/result.json")))
-        fix = f"`lit-lazy ablate status {folder.name}` shows its cells"
+        status = "runs" if is_search else f"ablate status {folder.name}"
+        fix = f"`lit-lazy {status}` shows its cells"
         return IndexEntry(folder, "other", "unfinished", fix, f"{found} finished", changed)
-    if folder.name.startswith("search-"):
+    if is_search:
         return IndexEntry(folder, "search", "", "Its points are in its table, best first.", "", changed)
     try:
         table = parse_table(file.read_bytes(), "table.json")

@@ -92,7 +92,7 @@ class Declaration:
 
     claim: str
     source: str
-    """Origin of the question: a reviewer's question (R1 to R15) or a place in the paper."""
+    """Origin of the question, such as a reviewer's (R1 to R15) or a place in the paper."""
     primary: str
     """Key of the deciding metric."""
     contrasts: Mapping[str, Mapping[str, float]]

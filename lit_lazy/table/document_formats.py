@@ -11,6 +11,8 @@ from typing import Any
 
 from lit_lazy.support.error_messages import escape_controls
 
+WIDTH = 120
+"""Characters of a line of a written table."""
 LONGEST_TEXT = 2000
 """Characters of a text in a block that `shorten_block` shortens."""
 
@@ -97,19 +99,19 @@ def _shorten_text(text: str, whole: str) -> str:
     return f"{kept} ... ({len(text) - len(kept):,} more characters are in {whole})"
 
 
-def to_text(blocks: Sequence[Block], width: int = 120) -> str:
+def to_text(blocks: Sequence[Block], width: int) -> str:
     """Text without markup, for a terminal: paragraphs are wrapped at `width` characters, wider tables are split."""
     return "\n\n".join(_format_text(block, width) for block in _unfold(blocks, width)) + "\n"
 
 
-def to_markdown(blocks: Sequence[Block], width: float = 120) -> str:
+def to_markdown(blocks: Sequence[Block], width: float = WIDTH) -> str:
     """Markdown that is aligned in a terminal and valid on GitHub; tables wider than `width` characters are split."""
     return "\n\n".join(map(_format_markdown, _unfold(blocks, width))) + "\n"
 
 
-def to_latex(blocks: Sequence[Block], width: int = 120) -> str:
+def to_latex(blocks: Sequence[Block]) -> str:
     """LaTeX paragraphs and `tabular`s for \\input, with \\usepackage{booktabs}; split as in Markdown."""
-    return "\n\n".join(map(_format_latex, _unfold(blocks, width))) + "\n"
+    return "\n\n".join(map(_format_latex, _unfold(blocks, WIDTH))) + "\n"
 
 
 def _unfold(blocks: Sequence[Block], width: float) -> Iterator[Unfolded]:

@@ -124,10 +124,10 @@ class Point:
 
     number: int
     run: str
-    """Name of the run folder; "" before the point is sampled."""
+    """Name of the run folder."""
     params: dict[str, float]
     """Values by dotted path."""
-    state: Literal["complete", "pruned", "diverged", "failed", "running", "waiting"]
+    state: Literal["complete", "pruned", "diverged", "failed", "running"]
     value: float | None
     """The objective at the end of training; None unless complete."""
     reports: dict[int, float]

@@ -105,9 +105,9 @@ def choose_columns(table: Table) -> tuple[Sequence[Column], Sequence[Column]]:
     return shown[: MOST_COLUMNS - len(compared)], compared
 
 
-def render_markdown(table: Table, width: int = 120) -> str:
+def render_markdown(table: Table) -> str:
     """All of a table as Markdown that is valid on GitHub and aligned in its source; split as in `render_text`."""
-    return to_markdown(_build_blocks(table), width)
+    return to_markdown(_build_blocks(table))
 
 
 def render_html_parts(table: Table) -> tuple[str, str]:

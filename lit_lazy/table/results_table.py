@@ -34,7 +34,7 @@ class Table:
     command: str
     environment: str
     seconds: float | None = None
-    """Training and evaluation time of all complete cells; of a resumed cell since it resumed. None if unknown."""
+    """Training and evaluation time of all complete cells; None if unknown."""
     seconds_elsewhere: float = 0.0
     """The part of it that another grid spent, from which cells were taken."""
     files: dict[str, str] = field(default_factory=dict)

@@ -287,7 +287,6 @@ def _estimate_share(met: np.ndarray, critical: Critical) -> tuple[float, float, 
 
 def compute_support_interval(declaration: Declaration, found: Finding) -> tuple[float, float]:
     """The interval of a finding at the error rate of support; its own has that of refutation."""
-    assert found.n is not None
     critical = compute_critical(declaration, declaration.looks.index(found.n))
     if declaration.rule in BY_STATEMENT:
         met = np.arange(found.n) < round(found.mean * found.n)

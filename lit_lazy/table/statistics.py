@@ -30,15 +30,13 @@ class Estimate:
     """A mean over `n` seeds with the half-width of its 95 % t interval.
 
     `mean` is None if n = 0. `ci95` is None if n < 2, 0 if all seeds have the same value, and None if every value lies
-    at a bound of the metric. `saturated` marks the last two cases, which have no measured spread. `undefined` counts
-    the dropped values.
+    at a bound of the metric: no spread was measured. `undefined` counts the dropped values.
     """
 
     mean: float | None
     ci95: float | None
     n: int
     undefined: int
-    saturated: bool = False
 
 
 @dataclass(frozen=True)
@@ -104,7 +102,7 @@ def estimate(values: SeedValues, bounds: Collection[float] = ()) -> Estimate:
         return Estimate(None, None, 0, len(values))
     undefined = len(values) - n
     if is_saturated(kept, bounds):
-        return Estimate(fmean(kept), 0.0 if is_saturated(kept) else None, n, undefined, True)
+        return Estimate(fmean(kept), 0.0 if is_saturated(kept) else None, n, undefined)
     half_width = t_quantile(ALPHA / 2, n - 1) * math.sqrt(compute_variance(kept) / n) if n > 1 else None
     return Estimate(fmean(kept), half_width, n, undefined)
 
@@ -194,11 +192,11 @@ def holm(p_values: Mapping[str, float], family: int | None = None) -> dict[str, 
     return {name: adjusted[name] for name in p_values}
 
 
-def minimum_detectable_effect(effect: Effect, alpha: float = ALPHA, power: float = POWER) -> float | None:
-    """The true value that the two-sided t test detects with probability `power` at the effect's se and df.
+def minimum_detectable_effect(effect: Effect, alpha: float = ALPHA) -> float | None:
+    """The true value that the two-sided t test detects with probability POWER at the effect's se and df.
 
     With T ~ noncentral t(df, delta / se) and c = t(1 - alpha/2, df), it is the delta > 0 that solves
-    P(T > c) + P(T < -c) = power; `power` must exceed `alpha`. None if the effect has no t test.
+    P(T > c) + P(T < -c) = POWER. None if the effect has no t test.
     """
     if effect.test != "t" or effect.se is None or effect.df is None:
         return None
@@ -206,7 +204,7 @@ def minimum_detectable_effect(effect: Effect, alpha: float = ALPHA, power: float
 
     critical = t_quantile(alpha / 2, effect.df)
     # T^2 is noncentral F(1, df, noncentrality^2).
-    return effect.se * math.sqrt(float(ncfdtrinc(1, effect.df, 1 - power, critical**2)))
+    return effect.se * math.sqrt(float(ncfdtrinc(1, effect.df, 1 - POWER, critical**2)))
 
 
 def t_tail(x: float, df: float) -> float:

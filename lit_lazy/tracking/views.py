@@ -43,7 +43,7 @@ LOSS = LOSSES[-1]
 LOSS_CURVES = ("val/excess", "val/loss")
 """Only the first that cells have is drawn. The excess falls by powers of ten, so it gets a logarithmic axis."""
 WATCHED = ("watch/first_key_share", "watch/sparsity", "watch/mass", "watch/effective_rank")
-"""Measured at step 0 and at powers of two."""
+"""Measured at step 0, at powers of two and at each validation."""
 LEARNED_LAYER = re.compile(r"watch/(tau|learned/[\w.]+)_layer_(\d+)")
 """Mean of a learned parameter in a layer."""
 MOST_AXES_CHARTS = 3

@@ -106,7 +106,7 @@ def prepare(cfg: RunConfig, execution: Execution | None = None) -> DataSource:
 def prepare_outline(cfg: RunConfig, execution: Execution | None = None, elsewhere: bool = False) -> Outline:
     """`prepare` without loading data that may still have to be built, and without the checks that need that data.
 
-    elsewhere: the run may be on another machine, so this one's memory, backends and missing files do not count.
+    elsewhere: the run may be on another machine; neither this one's memory and backends nor a missing tokenizer count.
     """
     data = load_outline(cfg.data, elsewhere)
     _check_run(cfg, data, execution, elsewhere)

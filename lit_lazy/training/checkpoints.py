@@ -46,7 +46,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
         del storage_options  # for remote file systems
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(Path(path), lambda file: _save(checkpoint | {"format": FORMAT}, file))
+        write_atomically(Path(path), lambda file: _save(checkpoint, file))
 
     def load_checkpoint(
         self, path: str | Path, map_location: Any | None = None, weights_only: bool | None = None
@@ -58,7 +58,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
 def _save(checkpoint: dict[str, Any], file: BinaryIO) -> None:
     try:
-        torch.save(checkpoint, file)
+        torch.save(checkpoint | {"format": FORMAT}, file)
     except RuntimeError as error:
         # After an interrupted write, closing torch's archive raises another error, which hides the interrupt.
         if isinstance(error.__context__, KeyboardInterrupt):
@@ -243,7 +243,9 @@ def _load_matching(
     common = _iter_common(loaded.cfg.model, source, cfg.model, target)
     matching = {name: value for name, value in source.items() if name in common and target[name].shape == value.shape}
     if not matching:
-        raise ValueError(f"init_from={str(path)!r}: none of its weights matches the model by name and shape; omit it")
+        raise ValueError(
+            f"init_from={str(path)!r}: none of its weights matches the model by part, name and shape; omit it"
+        )
     new = [f".{name}" for name in target.keys() - matching.keys()]
     for setting, name, before, after in list_changes(loaded.cfg.model, cfg.model, "model"):
         part = setting.removeprefix("model").removesuffix(name)  # such as `.attention.bias.`, also in parameters' names

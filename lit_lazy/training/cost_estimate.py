@@ -24,8 +24,8 @@ from lit_lazy.training.ineffective_settings import check_init_from, list_ineffec
 from lit_lazy.training.trained_parameters import build_optimizer, find_block_matrices, freeze_others
 
 UTILISATION = 0.2
-"""Share of the peak FLOP/s: that of a 340M model with lazy attention at 2,048 tokens on an H200. Softmax attention
-reached 0.27 there, compiled 0.42, and lazy attention at 8,192 tokens 0.16 (docs/results/kernels/gpu-step.md)."""
+"""Share of the peak FLOP/s: that of a 340M model with lazy attention at 2,048 tokens on an H100, compiled 0.29, at
+8,192 tokens 0.16 (docs/results/kernels/h100, h100-compiled). An H200 reached a tenth more (gpu-step.md)."""
 PEAKS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "RTX 4090": 165e12}
 """Dense bfloat16 FLOP/s from the data sheets."""
 ASSUMED = "H200"

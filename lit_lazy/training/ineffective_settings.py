@@ -31,7 +31,7 @@ def list_ineffective(cfg: RunConfig, context_length: int) -> list[str]:
     warmup, steps, decay = cfg.train.warmup_steps, cfg.train.steps, cfg.train.ema_decay
     averaged, tenth = 1 / (1 - decay), steps // 10
     late = f"leaves {steps - warmup} of {steps} steps at the full rate and below; {tenth} would be a tenth"
-    long = f"averages about {averaged:,.0f} steps and the initial weights; a smaller one forgets these"
+    long = f"averages about {averaged:,.0f} steps and the first ones; a smaller one forgets these"
     effects = [
         *(_iter_without_effect(cfg.model, context_length) if cfg.model.mixer.attends else ()),
         *([("train.warmup_steps", warmup, late)] if 2 * warmup > steps else ()),

@@ -25,7 +25,7 @@ class Interrupts:
     """Context that takes the signals that stop a training over, unless they are ignored.
 
     The first raises KeyboardInterrupt within `allow`, and elsewhere waits for the next `check`. A further one is
-    ignored if `patient`, as by a worker, which must requeue its cells; otherwise the former handler, which usually
+    ignored if `patient`, as by a worker, which must give its cells back; otherwise the former handler, which usually
     raises, gets it. Does nothing except in the main thread, the only one that receives signals.
     """
 

@@ -189,7 +189,7 @@ class LitLM(L.LightningModule):
         loss = means["loss"]
         if not torch.isfinite(loss):
             raise DivergedError(f"training loss is {loss.item()} at step {self.global_step}")
-        self.log("train/loss", loss, prog_bar=True, logger=False)
+        self.log("train/loss", loss, logger=False)
         if self.logger is not None:
             step = {name: mean.item() for name, mean in means.items()}
             rate = self.cfg.train.lr * lr_factor(self.global_step, self.cfg.train)

@@ -102,7 +102,7 @@ def run(
     source = prepare(cfg, execution)
     key = cell_key(cfg, source.fingerprint)
     now = f"its code or data have changed since, its key is {key} now"
-    fix = f"{now}; undo the edit, or repeat the command with --changed"
+    fix = f"{now}; undo the edit, or repeat the command with --changed, of a search with --fresh"
     require(expected_key in (None, key), "cell", expected_key, fix)
     folder.mkdir(parents=True, exist_ok=True)
     try:

@@ -100,7 +100,7 @@ def _make_trainer(
 ) -> L.Trainer:
     """Lightning's trainer, with every option that affects results set explicitly.
 
-    The queue handles batch systems. By default, Lightning would take over inside a SLURM job, requeue it on a signal
+    The grid handles batch systems. By default, Lightning would take over inside a SLURM job, requeue it on a signal
     and resume from any `hpc_ckpt_*` in its default folder; that folder therefore does not exist.
     """
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)

@@ -65,6 +65,13 @@ def test_copies_and_what_nobody_wrote_are_left_out() -> None:
     assert counts["files"] == sum(kept) + sum(left_out.values())
 
 
+def test_a_price_needs_no_corpus_and_assumes_no_other_vocabulary(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("LIT_LAZY_CACHE", str(tmp_path / "cache"))
+    outline = Packages().outline_elsewhere()
+    assert (outline.vocab_size, outline.assumed) == (packages.VOCABULARY, "")
+    assert not (tmp_path / "cache").exists()
+
+
 @pytest.mark.usefixtures("site")
 def test_validation_is_of_held_out_documents_or_of_other_packages() -> None:
     config = Packages(context_length=8, validation_windows=9)

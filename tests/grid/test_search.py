@@ -1,6 +1,7 @@
 """A search: each point is drawn once, finished once, and pruned when hopeless, whatever ends its commands."""
 
 import csv
+import errno
 import json
 import signal
 from collections.abc import Callable, Mapping
@@ -9,6 +10,8 @@ from functools import partial
 from pathlib import Path
 from statistics import mean
 from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from instant import SEARCH, STEPS, Lab, Training, hold, wait_until
@@ -193,6 +196,18 @@ def test_a_failed_point_is_drawn_anew_by_the_next_command(tmp_path: Path) -> Non
     again = begun(tmp_path, 1)
     assert take(again).key != first.key
     assert [point.state for point in again.points()] == ["running"]
+
+
+def test_an_ending_for_which_the_disk_had_no_room_is_recorded_later(tmp_path: Path, monkeypatch: Any) -> None:
+    driver = begun(tmp_path, 1)
+    cell = take(driver)
+    with monkeypatch.context() as patch:
+        patch.setattr(driver.study, "tell", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
+        with pytest.raises(OSError, match="No space left"):
+            complete(driver, cell, 0.5)
+    assert driver.states() == {"point 0": "running"}
+    driver.record(Ending(cell.key, "done"))
+    assert driver.states() == {"point 0": "complete"}
 
 
 def test_a_point_that_another_command_told_is_left_as_it_is(tmp_path: Path) -> None:

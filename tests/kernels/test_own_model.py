@@ -162,7 +162,11 @@ def test_the_names_without_weight_decay_are_its_own_and_outlive_a_copy():
         ({"reach": -1}, "reach is -1; give a whole number, 0 for no bias"),
         ({"tau": "1"}, "tau is '1'; give a number"),
         ({"head_dim": 7}, "rope_base is 10000.0 and head_dim 7; give an even head_dim, or None"),
-        ({"threshold": "seq_len"}, "threshold is 'seq_len' and context_length None; give both, or neither"),
+        ({"threshold": "seq_len"}, "threshold is 'seq_len' and context_length None; seq_len and per_token need one"),
+        (
+            {"context_length": 8},
+            "threshold is 'per_query' and context_length 8; seq_len and per_token need one, no other",
+        ),
         ({"x": torch.zeros(10, 32)}, r"x is \[10, 32\]; give \[batch, tokens, 32\]"),
         ({"x": torch.zeros(2, 10, 16)}, r"x is \[2, 10, 16\]; give \[batch, tokens, 32\]"),
         ({"x": torch.zeros(3, 1, 32)}, "cache has a batch of 2 and x of 3; give each batch its own cache"),

@@ -221,7 +221,7 @@ def test_a_users_task_has_its_own_shots_and_filters(model, tmp_path):
 
 
 def test_the_command_prints_writes_and_logs(checkpoint, task_folder, runs, tmp_path, capsys):
-    out = tmp_path / "scores.json"
+    out = tmp_path / "new" / "scores.json"
     asked = ["--task-folder", str(task_folder)]
     assert main(["lm-eval", str(checkpoint), *asked, "--out", str(out)]) == 0
     printed = capsys.readouterr().out
@@ -255,6 +255,7 @@ def test_the_command_prints_writes_and_logs(checkpoint, task_folder, runs, tmp_p
     [
         (None, ["--tasks", "piqa"], "--tasks='piqa': its data cannot be loaded ("),
         (None, ["--out", "x.txt"], "must end in .json"),
+        (None, ["--out", "folder.json"], "--out 'folder.json': is a folder; name a file in it"),
         (config(Text("x", tokenizer="gone.json")), ["--tasks", "piqa"], "gone.json': cannot be read (No such file"),
         (config(Text("x")), ["--tasks", "piqa"], "vocabulary size of the tokenizer=256: the model has 300 token ids"),
     ],
@@ -263,6 +264,7 @@ def test_the_command_prints_writes_and_logs(checkpoint, task_folder, runs, tmp_p
 def test_a_mistake_is_one_line_and_creates_nothing(checkpoint, runs, cfg, more, line, capsys):
     if cfg is not None:
         save(cfg, checkpoint, vocab_size=300)
+    Path("folder.json").mkdir()
     before = sorted(runs.rglob("*"))
     assert line in expect_refusal(["lm-eval", str(checkpoint), *more], capsys)
     assert sorted(runs.rglob("*")) == before

@@ -123,8 +123,8 @@ def test_a_row_without_a_measured_spread_has_a_range_and_no_t():
     assert compute_contrast(at_bounds, {"a": 1, "b": -1}, bounds=(0.0, 1.0)).test == "saturated"
     assert compute_contrast(at_bounds, {"a": 1, "b": -1}).test == "t"
     assert compute_contrast(at_bounds | {"c": vary}, {"b": 1, "c": -1, "a": 0}, bounds=(0.0, 1.0)).test == "tie"
-    assert estimate(at_bounds["a"], (0.0, 1.0)) == Estimate(2 / 3, None, 3, 0, saturated=True)
-    assert estimate(seeds(0.5, 0.5)) == Estimate(0.5, 0.0, 2, 0, saturated=True)
+    assert estimate(at_bounds["a"], (0.0, 1.0)) == Estimate(2 / 3, None, 3, 0)
+    assert estimate(seeds(0.5, 0.5)) == Estimate(0.5, 0.0, 2, 0)
     assert difference(seeds(1e-170, 3e-170, 2e-170), seeds(1.0, 2.0, 4.0)).test == "saturated"
 
 

@@ -98,7 +98,7 @@ def unused(setting, same):
             ["--train.steps=10", "--train.warmup_steps=6", "--train.ema_decay=0.95"],
             [
                 "--train.warmup_steps=6: leaves 4 of 10 steps at the full rate and below; 1 would be a tenth",
-                "--train.ema_decay=0.95: averages about 20 steps and the initial weights; a smaller one forgets these",
+                "--train.ema_decay=0.95: averages about 20 steps and the first ones; a smaller one forgets these",
             ],
         ),
     ],

@@ -51,7 +51,8 @@ def test_a_training_that_cannot_be_is_one_line(given, message, trained, capsys, 
 def test_weights_that_cannot_be_had_are_one_line(command, trained, tmp_path, capsys):
     (tmp_path / "text.ckpt").write_text("no weights\n")
     given = dict.fromkeys((f"{tmp_path}/none.ckpt", f"{tmp_path}/text.ckpt"), "give a final.ckpt")
-    for path, fix in (given | {trained: "none of its weights matches the model by name and shape; omit it"}).items():
+    given[trained] = "none of its weights matches the model by part, name and shape; omit it"
+    for path, fix in given.items():
         line = expect_refusal([*command, "--model.d_model=48", "--init-from", path], capsys)
         assert repr(path) in line
         assert fix in line

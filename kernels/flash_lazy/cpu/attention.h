@@ -74,7 +74,8 @@ static void fill_strip(int64_t keys, int64_t window, const float* bias, int64_t 
   for (int64_t d = 0; d < seen; d++) strip[-d] *= LOG2E;
 }
 
-// What the forward pass keeps of each row, [rows]: largest score (base 2), sum of e, and sum of max(e - t, 0).
+// What the forward pass keeps of each row, [rows]: largest score (base 2), sum of e, and the output's
+// divisor: sum of e, or of max(e - t, 0) to renormalise.
 struct RowSums {
   float *largest, *total, *mass;
 };

@@ -1,1 +1,1 @@
-"""The Triton kernels: the only part of flash_lazy that imports triton, when an operator first runs."""
+"""The Triton kernels: the only part of flash_lazy that imports triton, when a call first asks for them."""

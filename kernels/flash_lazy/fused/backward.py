@@ -126,7 +126,8 @@ def query_gradient_kernel(
     maximum, threshold times the row's sum, 1 / sum, and delta / sum, where delta = sum p m dp.
 
     dq = scale (sum p m dp k - delta sum p k) is linear in delta, so one sweep yields both sums and delta.
-    Products per tile: q.k and p.k; dO.v and (p m dp).k only if a weight survives, with RENORMALISE also (p m).k.
+    Products per tile: q.k, p.k, dO.v, (p m dp).k and with RENORMALISE (p m).k; with SKIP the last ones only if a weight
+    survives.
     dlse, the gradient of the rows' log-sum-exp, is subtracted from delta. Without dq, only the numbers per row.
     """
     item = tl.program_id(0)
@@ -493,8 +494,8 @@ def key_gradient_kernel(
 ):
     """dk and dv of blocks of keys, those with the most rows first, summed over the query heads of the group.
 
-    Products per tile: k.q and ds.q; v.dO and w.dO only if a weight survives. Into dq_sum, float32, unless None, it adds
-    dq of its keys, by ds.k; programs add in no fixed order.
+    Products per tile: k.q, ds.q, v.dO and w.dO, with SKIP the last two only if a weight survives. Into dq_sum, float32,
+    unless None, it adds dq of its keys, by ds.k; programs add in no fixed order.
     """
     kv_head = tl.program_id(0)  # the first programs, of all heads, have the most rows
     line = tl.arange(0, BLOCK_M)

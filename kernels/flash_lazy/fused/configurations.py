@@ -21,7 +21,7 @@ HOPPER = os.environ.get("FLASH_LAZY_HOPPER", "1") != "0"
 HOPPER_DOCUMENTS = os.environ.get("FLASH_LAZY_HOPPER_DOCUMENTS", "0") != "0"
 """Whether calls with packed documents take kernels for Hopper too. Off: no GPU has run that yet."""
 HOPPER_BACKWARD = os.environ.get("FLASH_LAZY_HOPPER_BACKWARD", "0") != "0"
-"""The same for dq. Off: no GPU has run that kernel yet."""
+"""Whether dq takes a kernel for Hopper, as by HOPPER. Off: no GPU has run that kernel yet."""
 MERGED_BACKWARD = os.environ.get("FLASH_LAZY_MERGED_BACKWARD", "0") != "0"
 """Whether the sweep over rows adds dq to float32 sums, so that the sweep over keys needs only numbers per row.
 

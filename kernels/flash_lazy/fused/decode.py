@@ -153,7 +153,7 @@ def decode_values_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """One split's part of the outputs and row masses. Values of tiles without a surviving weight are not read."""
+    """One split's part of the outputs and row masses. SKIP reads no values of tiles without a surviving weight."""
     split, kv_head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     first, end, shift = _locate_split(split, splits, batch, rows, keys, kv_lengths, window, BLOCK_N)
     line = tl.arange(0, BLOCK_M)
@@ -230,7 +230,7 @@ def decode_sum_kernel(
 
 
 def decode(call: Call) -> Tensor:
-    """Output of a few queries; keys are split over programs and read once, values only where a weight survives."""
+    """Output of a few queries; keys are split over programs, and keys and values are read at most once."""
     q, (batches, kv_heads, keys, _) = call.q, call.k.shape
     _, heads, rows, width = q.shape
     seen = keys if call.window is None else min(keys, call.window + rows - 1)

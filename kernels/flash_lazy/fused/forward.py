@@ -103,9 +103,9 @@ def forward_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Output of all rows, the longest first. Each resident program stores the row maxima of its block's tiles.
+    """Output of all rows, the longest first. With SKIP, each program stores the row maxima of its block's tiles.
 
-    Products per tile: q.k for maximum and sum; a second q.k and w.v only if a weight survives.
+    Products per tile: q.k for maximum and sum; a second q.k and w.v, with SKIP only if a weight survives.
     """
     line = tl.arange(0, BLOCK_M)
     column = tl.arange(0, BLOCK_N)
@@ -298,9 +298,9 @@ def forward(call: Call, training: bool, stats: bool) -> tuple[Tensor, Tensor, Te
     q = call.q
     batches, heads, rows, _ = q.shape
     if configurations.HOPPER and hopper is not None and not stats and hopper.covers(call):
-        results = allocate_forward_buffers(call, True, stats)
-        hopper.compute_output(call, *results[:2])
-        return results
+        out, softmax, mass, first_weight, zeros = allocate_forward_buffers(call, True, stats)
+        hopper.compute_output(call, out, softmax)
+        return out, softmax if training else softmax.new_empty(0), mass, first_weight, zeros
     out, softmax, mass, first_weight, zeros = allocate_forward_buffers(call, training, stats)
     choices = configurations.list_choices("forward", q)
     columns = call.k.shape[2]

@@ -1,6 +1,6 @@
 """The Triton kernels as PyTorch operators, with support for torch.compile, autograd and fake tensors.
 
-Registration needs only torch; triton is imported when an operator first runs.
+Registration needs only torch; triton is imported when a call first asks for it.
 """
 
 import importlib.util

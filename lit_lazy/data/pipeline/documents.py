@@ -24,7 +24,7 @@ from lit_lazy.support.error_messages import explain, one_line
 
 # A tokeniser needs about a hundred times the memory of a document.
 MAX_DOCUMENT_BYTES = 16 * 2**20
-# A .txt file of up to MAX_UNSPLIT bytes is one document. In a longer one a document ends at the first blank line, else
+# A text file of up to MAX_UNSPLIT bytes is one document. In a longer one a document ends at the first blank line, else
 # line end, else space, after MIN_PIECE bytes, so that one big file can be split into training and validation text.
 MAX_UNSPLIT, MIN_PIECE = 64 * 2**10, 16 * 2**10
 BLANK_LINE = re.compile(rb"\n[^\S\n]*\n")

@@ -98,7 +98,7 @@ class _Worker:
         except (OSError, EOFError, pickle.UnpicklingError):
             raise UnfinishedError(
                 f"a process that tokenised {job.source.given!r} died (status {self.process.wait()}), probably out of "
-                "memory; repeat the command with fewer --processes, finished files are kept"
+                "memory; give `lit-lazy tokenise` the same data and fewer --processes, finished files are kept"
             ) from None
         self.unfinished.remove((folder, job.name))
         if isinstance(answer, BaseException):

@@ -21,7 +21,7 @@ from lit_lazy.support.stored_records import make_record, parse_record
 DEFINITION, FORMAT = "search.json", 1
 """File of a search's definition in its folder, and its format; raised when a field changes its meaning."""
 MOST_SEED = 2**31 - 1
-"""Upper bound on the sampler's seed, to which numpy's generators add each point's number."""
+"""Upper bound on the sampler's seed, which seeds numpy's generators together with the number of points drawn."""
 MOST_AXES = 10
 """Upper bound, because every corner of the box is checked before anything is created."""
 Objective = Literal["loss/val", "loss/excess"]
@@ -78,7 +78,7 @@ class Search:
 
 @dataclass(frozen=True)
 class Definition:
-    """Everything that determines the points of a search; stored with its study, from which workers read it."""
+    """Everything that determines the points of a search; stored in the search's folder."""
 
     base: dict[str, Any]
     """Canonical config of the experiment, changed and overridden."""
@@ -137,7 +137,7 @@ class Definition:
 
 
 def point_name(number: int) -> str:
-    """The name of a point in the queue, in MLflow and in the table."""
+    """The name of a point in messages, in MLflow and in the table."""
     return f"point {number}"
 
 

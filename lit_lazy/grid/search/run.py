@@ -172,7 +172,8 @@ class SearchDriver:
         return True
 
     def record(self, ending: Ending) -> None:
-        self._settle(self._held.pop(ending.key), ending.key)
+        self._settle(self._held[ending.key], ending.key)
+        del self._held[ending.key]  # not before: the study's disk may be full
 
     def judge(self, key: str, step: int, value: float) -> str:
         """Report the objective at a validation; returns why the point is not worth its remaining steps, or ""."""

@@ -141,6 +141,7 @@ def test_examples_of_the_pages_run(tmp_path: Path) -> None:
         forked.check([sys.executable, name], cwd=tmp_path)
 
 
+@pytest.mark.usefixtures("runs", "module_cache")
 def test_the_rule_of_the_readme_is_measured_and_exported(tmp_path: Path) -> None:
     """Its block of commands, one by one: the learned parameter is drawn, and transformers loads the model."""
     write_examples(tmp_path)
@@ -155,9 +156,7 @@ def test_the_rule_of_the_readme_is_measured_and_exported(tmp_path: Path) -> None
         "assert any(name.endswith('.cut') and x.any() for name, x in model.named_parameters())\n"
         "model.generate(torch.tensor([[0, 5, 7]]), max_new_tokens=4)\n"
     )
-    # A fork would inherit the module cache of other tests.
-    environment = ENVIRONMENT | {"HF_HOME": str(tmp_path / "hf")}
-    subprocess.run([sys.executable, "use.py"], cwd=tmp_path, env=environment, check=True)
+    forked.check([sys.executable, "use.py"], cwd=tmp_path)
 
 
 def test_links_of_the_documents_and_tests_and_files_that_they_name_exist() -> None:

@@ -171,7 +171,7 @@ def test_results_on_several_experiments_are_listed(tmp_path: Path) -> None:
         results("table2", tmp_path)
 
 
-def test_a_file_may_be_edited_while_it_is_trained(tmp_path, monkeypatch, caplog) -> None:
+def test_a_file_may_be_edited_while_it_is_trained(tmp_path, runs, monkeypatch, caplog) -> None:
     """Its checkpoints and its result hold the digest of the code that runs; afterwards it is not trained."""
     file = tmp_path / "rule.py"
     (tmp_path / "later.py").write_text("")
@@ -182,7 +182,7 @@ def test_a_file_may_be_edited_while_it_is_trained(tmp_path, monkeypatch, caplog)
 
     monkeypatch.setattr(HeadMonitor, "on_train_batch_end", edit)
     former = load_experiment(file)
-    done = train(str(file), runs=tmp_path / "runs")
+    done = train(str(file), runs=runs)
     assert file.read_text().count("later") == 6
     assert done.result.training_key == done.result.key
     load(done.checkpoint)

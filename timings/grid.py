@@ -19,13 +19,14 @@ from lit_lazy.grid.ablation import (
     Ablation,
     Cell,
     expand,
+    group_keys,
     hash_row_definitions,
     prepare_rows,
     select_rows,
 )
 from lit_lazy.grid.grid_folder import read_grid
 from lit_lazy.grid.mlflow_mirror import GridMirror
-from lit_lazy.grid.plan import PLAN, Plan, group_keys
+from lit_lazy.grid.plan import PLAN, Plan
 from lit_lazy.grid.run import GridDriver
 from lit_lazy.grid.work_records import Ending, Job, Work
 from lit_lazy.grid.worker import execute, prepare_process

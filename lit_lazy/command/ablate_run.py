@@ -218,7 +218,6 @@ def _dry_run(options: argparse.Namespace, request: GridRequest, execution: "Exec
     from lit_lazy.grid.estimate import print_estimate
     from lit_lazy.grid.reused_results import read_row_settings
     from lit_lazy.grid.work_records import LaunchOptions
-    from lit_lazy.support.console import plain_console
 
     table = None if options.fresh else _read_looks(request, options.runs)
     verdict = None if table is None else table.verdict
@@ -235,7 +234,7 @@ def _dry_run(options: argparse.Namespace, request: GridRequest, execution: "Exec
     if left:
         workers = options.workers or default_workers(options.threads, execution.devices)
         launch = LaunchOptions(workers, options.threads, execution=execution)
-        print_estimate(request.grid, left, configs, launch, plain_console())
+        print_estimate(request.grid, left, configs, launch)
     if left and request.looks:
         number = 1 if verdict is None else len(verdict.looks) + 1
         print(f"This is look {number} of {len(request.looks)}, at n = {', '.join(map(str, request.looks))}.")
@@ -386,7 +385,7 @@ def make_grid(options: argparse.Namespace, request: GridRequest) -> "Grid":
     from lit_lazy.config.key import SCHEMA
     from lit_lazy.config.serialisation import to_dict
     from lit_lazy.config.user_files import hash_uncommitted
-    from lit_lazy.grid.ablation import expand, hash_row_definitions, prepare_rows
+    from lit_lazy.grid.ablation import expand, group_keys, hash_row_definitions, prepare_rows
 
     ablation, base = request.ablation, request.base.config
     prepared = prepare_rows(request.chosen, base, request.base.overridden)
@@ -397,7 +396,7 @@ def make_grid(options: argparse.Namespace, request: GridRequest) -> "Grid":
         from lit_lazy.measure.evaluation import require_measured
 
         require_measured(request.question.primary, [row.config.data.load() for row in prepared])
-    from lit_lazy.grid.plan import Plan, group_keys
+    from lit_lazy.grid.plan import Plan
     from lit_lazy.grid.reused_results import take_from_files
     from lit_lazy.grid.work_records import Grid
     from lit_lazy.table.records import RowInfo

@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean
 from textwrap import wrap
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -112,12 +112,10 @@ def loss_against_sparsity(table: Table) -> Figure | None:
 @use_style()
 def loss_over_training(table: Table, histories: Histories) -> Figure | None:
     """Draw the validation loss of every variant: above the optimum on a log scale, if the data know the optimum."""
-    title = "{} over training, in nats, mean over all sequences"
-    label = "validation loss above the optimum"
-    if any("val/excess" in seed for seeds in histories.values() for seed in seeds):
-        return _draw_over_training(title.format(label), {label: "val/excess"}, histories, table, False, "log")
-    label = "validation loss"
-    return _draw_over_training(title.format(label), {label: "val/loss"}, histories, table, watched=False)
+    excess = any("val/excess" in seed for seeds in histories.values() for seed in seeds)
+    label, name = ("validation loss above the optimum", "val/excess") if excess else ("validation loss", "val/loss")
+    title = f"{label} over training, in nats, mean over all sequences"
+    return _draw_over_training(title, {label: name}, histories, table)
 
 
 @use_style()
@@ -227,20 +225,11 @@ def _read_curve(seed: Metrics, name: str) -> Curve:
     return {step: mean for step, mean in means.items() if math.isfinite(mean)}
 
 
-def _draw_over_training(
-    title: str,
-    metrics: Mapping[str, str],
-    histories: Histories,
-    table: Table,
-    watched: bool = True,
-    scale: Literal["linear", "log"] = "linear",
-) -> Figure | None:
+def _draw_over_training(title: str, metrics: Mapping[str, str], histories: Histories, table: Table) -> Figure | None:
     """Draw a panel per variant with a line per metric, over the steps that all its seeds have, and a band of the range.
 
-    metrics: names by label. watched: measured at powers of two too, not only at equal intervals.
-
-    The baseline comes first, and is also drawn thin and grey behind the other variants. Of many variants only the best
-    are shown.
+    metrics: names by label. The baseline comes first, and is also drawn thin and grey behind the other variants. Only
+    the best of many variants are shown.
     """
     baseline = table.baseline
     curves = {
@@ -259,7 +248,8 @@ def _draw_over_training(
     panels = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).ravel()
     looks = dict(zip(metrics, LOOKS, strict=False))
     colours = Colours(table, variants)
-    panels[0].set_yscale(scale)
+    on_log_scale = "val/excess" in metrics.values()
+    panels[0].set_yscale("log" if on_log_scale else "linear")
     for axes in panels:
         axes.autoscale(False)  # each band would fit all panels anew
     last = 1
@@ -272,12 +262,12 @@ def _draw_over_training(
         axes.set_title("\n".join(wrap(variant, 26)), fontsize=8.5, fontweight="bold" if variant == baseline else None)
         axes.grid(axis="y")
     panels[0].autoscale()
-    if scale == "log":
+    if on_log_scale:
         low, high = panels[0].get_ylim()
         panels[0].yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 100 * low else (1,)))
         panels[0].yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         panels[0].yaxis.set_minor_locator(NullLocator())
-    if watched:
+    if all(name.startswith("watch/") for name in metrics.values()):  # measured at powers of two too
         set_log_axis(panels[0], last, zero=True)
     for axes in panels[max(len(variants) - columns, 0) : len(variants)]:
         axes.tick_params(labelbottom=True)

@@ -235,6 +235,14 @@ class Cell:
         return training_key(config, load_data(config.data).fingerprint)
 
 
+def group_keys(cells: Iterable[Cell]) -> dict[str, dict[str, str]]:
+    """The keys of cells by row and seed."""
+    keys: dict[str, dict[str, str]] = {}
+    for cell in cells:
+        keys.setdefault(cell.variant, {})[str(cell.seed)] = cell.key
+    return keys
+
+
 class FirstStageMissing(ValueError):
     """The rates that a second stage takes from its first stage are not known yet."""
 

@@ -4,14 +4,12 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from rich.console import Console
-
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.serialisation import from_dict
 from lit_lazy.data.source_interface import Outline
 from lit_lazy.grid.ablation import Row
 from lit_lazy.grid.work_records import LaunchOptions
-from lit_lazy.support.console import format_count, format_duration, track_progress
+from lit_lazy.support.console import format_count, format_duration, plain_console, track_progress
 from lit_lazy.support.error_messages import naming
 from lit_lazy.training.check_before_run import load_outline, prepare_outline
 from lit_lazy.training.cost_estimate import estimate_cost, estimate_seconds
@@ -23,11 +21,7 @@ BYTES_PER_FINISHED_CELL = 100_000
 
 
 def print_estimate(
-    grid: str,
-    chosen: Sequence[tuple[Row, tuple[int, ...]]],
-    configs: Mapping[str, RunConfig],
-    launch: LaunchOptions,
-    console: Console,
+    grid: str, chosen: Sequence[tuple[Row, tuple[int, ...]]], configs: Mapping[str, RunConfig], launch: LaunchOptions
 ) -> None:
     """Print a grid's rows with their estimated time, memory and disk space.
 
@@ -38,7 +32,8 @@ def print_estimate(
         with naming(f"row {row.name!r}"):
             outlines[row.name] = prepare_outline(configs[row.name], launch.execution)
             check_init_from(configs[row.name], outlines[row.name])
-    print_line = partial(console.print, highlight=False, soft_wrap=True)
+    console = plain_console()
+    print_line = partial(console.print, soft_wrap=True)
     total, largest, bases, notes = 0.0, 0, dict[str, None](), dict[str, None]()
     for row, seeds in chosen:
         config, data = configs[row.name], outlines[row.name]
@@ -60,8 +55,7 @@ def print_estimate(
         f"\n{cells} cells of {grid}: about {format_duration(total / launch.workers)} of training with "
         f"{format_count(launch.workers, 'worker')} of {format_count(launch.threads, 'thread')}, from "
         f"{' and '.join(bases)}; memory of each device without libraries; about {disk / 1e6:.0f} MB of disk.\n"
-        "Each cell's start, evaluation and diagnosis come on top. Nothing was created.",
-        highlight=False,
+        "Each cell's start, evaluation and diagnosis come on top. Nothing was created."
     )
 
 

@@ -18,7 +18,9 @@ from lit_lazy.table.columns import COLUMNS, STARTS, list_learned_columns
 from lit_lazy.table.records import Observation, RowInfo, Yardstick
 from lit_lazy.table.results_table import Table
 
-VERSION, VERSION_DIGITS = " (version ", 6
+VERSION = " (version "
+"""Between the name of a changed row and the hash of what it trained before."""
+VERSION_DIGITS = 6
 """Digits by which a table tells what a changed row trained before and now."""
 SPENT = ("time/train_seconds", "time/evaluate_seconds")
 """Metrics of the time that a cell took."""

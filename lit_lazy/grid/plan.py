@@ -1,17 +1,13 @@
 """The plan of a grid: what its table needs apart from the results of its cells."""
 
 import json
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lit_lazy.support.stored_records import make_record, parse_record
 from lit_lazy.table.declaration import Declaration
 from lit_lazy.table.records import Column, Contrast, RowInfo
-
-if TYPE_CHECKING:
-    from lit_lazy.grid.ablation import Cell
 
 PLAN = "plan.json"
 """File in a grid's folder."""
@@ -71,11 +67,3 @@ class Plan:
     def get_keys(self, row: RowInfo) -> dict[str, str]:
         """The keys of a row's cells by seed."""
         return self.keys.get(row.variant, {})
-
-
-def group_keys(cells: "Iterable[Cell]") -> dict[str, dict[str, str]]:
-    """The keys of cells by row and seed."""
-    keys: dict[str, dict[str, str]] = {}
-    for cell in cells:
-        keys.setdefault(cell.variant, {})[str(cell.seed)] = cell.key
-    return keys

@@ -121,7 +121,7 @@ def diagnose(request: Request, console: Callable[[str], None] = print) -> Diagno
     how = f"`lit-lazy evaluate` takes loss/val over all{of_rows if 'sink/weight' in measured.arrays else ''}"
     console(f"\n{format_table(metrics, measured.prefixes)}\n\n{sample}; {how}")
     console(f"\nfiles: {request.folder} ({', '.join(file.name for file in files)}){replaced}")
-    track(Tracker(uri, "diagnose"), cfg, metrics, files, sources[""], request)
+    track(uri, cfg, metrics, files, sources[""], request)
     return measured
 
 
@@ -269,14 +269,10 @@ def write_results(
 
 
 def track(
-    tracker: Tracker,
-    cfg: RunConfig,
-    metrics: Mapping[str, float],
-    files: list[Path],
-    source: DataSource,
-    request: Request,
+    uri: str, cfg: RunConfig, metrics: Mapping[str, float], files: list[Path], source: DataSource, request: Request
 ) -> None:
     """Log a diagnosis as a run of the MLflow experiment `diagnose`."""
+    tracker = Tracker(uri, "diagnose")
     mixer, attention = cfg.model.mixer, cfg.model.attention
     parts = {"normaliser": attention.normaliser, "bias": attention.bias} if mixer.attends else {"mixer": mixer}
     versions = collect_environment()

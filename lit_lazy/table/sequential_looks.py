@@ -207,7 +207,7 @@ def judge_looks(
             break
         critical, unlearned = compute_critical(declaration, number), _find_unlearned(failures, seeds)
         parts = [
-            decided.get(name) or _judge_contrast(declaration, name, outcomes, seeds, critical, unlearned)
+            decided.get(name) or _judge_contrast(declaration, name, outcomes, critical, unlearned)
             for name in declaration.contrasts
         ]
         looks.append(Look(n, tuple(parts)))
@@ -222,13 +222,9 @@ def _find_unlearned(failures: Failures, seeds: Sequence[int]) -> list[str]:
 
 
 def _judge_contrast(
-    declaration: Declaration,
-    name: str,
-    outcomes: Outcomes,
-    seeds: Sequence[int],
-    critical: Critical,
-    unlearned: Collection[str],
+    declaration: Declaration, name: str, outcomes: Outcomes, critical: Critical, unlearned: Collection[str]
 ) -> Finding:
+    seeds = declaration.seeds[: critical.n]
     parts = _measure_parts(declaration, name, outcomes, seeds, unlearned)
     decision = _decide(declaration, name, parts, critical)
     status: Status = "refuted" if decision.refuted else "supported" if decision.supported else "undecided"

@@ -89,6 +89,7 @@ def test_every_command_explains_itself(command: tuple[str, ...], capsys: pytest.
 TRAIN = ["train", "backcopy_tiny", "--threads", "1", "--train.steps=2", "--train.warmup_steps=0"]
 
 
+@pytest.mark.usefixtures("runs")
 @pytest.mark.parametrize(("words", "streams"), [(["--help"], "1"), (TRAIN, "1"), (TRAIN, "2")])
 def test_a_reader_that_ends_early_is_no_failure(words: list[str], streams: str, tmp_path: Path) -> None:
     """As in `lit-lazy train backcopy | head -1`: the work is done."""

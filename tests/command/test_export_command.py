@@ -1,8 +1,10 @@
-"""`lit-lazy export`: a folder that a process without this project loads; whole or not at all; mistakes in one line."""
+"""`lit-lazy export`: a folder that needs nothing of this project (all); whole or not at all; mistakes in one line."""
 
 import json
 import os
 import shutil
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from unittest.mock import Mock
@@ -29,6 +31,7 @@ from lit_lazy.data.text import Text
 from lit_lazy.model import export_folder
 from lit_lazy.model.export_folder import collect_code
 from lit_lazy.model.generation import Prompts
+from lit_lazy.training.checkpoints import load
 from lit_lazy.training.run import run
 from lit_lazy.training.run_folder import FINAL_CHECKPOINT, RESULT
 
@@ -135,6 +138,27 @@ def test_a_source_of_ones_own_says_how_its_texts_begin_and_end(tmp_path: Path) -
     assert theirs("stop").input_ids == prompts.encode("x", b"stop") == [*b"!stop"]
     assert (theirs.bos_token, theirs.eos_token, theirs.pad_token) == ("!", ".", "_")
     assert prompts.special.ends == (ord("."),)
+
+
+ALONE = """
+import sys
+sys.modules.update(lit_lazy=None, flash_lazy=None)  # as if they were not installed
+import torch
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained("out", trust_remote_code=True)
+torch.save(model(torch.load("tokens.pt")).logits, "logits.pt")
+"""
+
+
+@pytest.mark.long
+def test_a_process_without_this_project_gives_our_logits(trained: Path, tmp_path: Path) -> None:
+    exported(str(trained), tmp_path / "out")
+    tokens = torch.arange(12)[None] % 17
+    torch.save(tokens, tmp_path / "tokens.pt")
+    environment = os.environ | {"HF_MODULES_CACHE": str(tmp_path / "modules")}
+    subprocess.run([sys.executable, "-P", "-c", ALONE], cwd=tmp_path, env=environment, check=True)
+    with torch.no_grad():
+        torch.testing.assert_close(torch.load(tmp_path / "logits.pt"), load(trained).model(tokens))
 
 
 def test_the_folder_is_there_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

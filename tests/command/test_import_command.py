@@ -235,7 +235,7 @@ def test_a_text_ends_where_the_source_ends_it(source: Path, capsys: pytest.Captu
 def test_the_experiment_of_adapt_md_continues_an_imported_model(place: Path, runs: Path) -> None:
     assert main(["import", "source", "models/own/model.ckpt"]) == 0
     text = (Path(__file__).parents[2] / "docs" / "adapt.md").read_text()
-    (shown,) = re.findall(r"^```python\n# own.py\n(.*?)^```", text, re.M | re.S)
+    (shown,) = re.findall(r"^```python\n# my_own.py\n(.*?)^```", text, re.M | re.S)
     (place / "own.py").write_text(shown.replace("256", "16").replace("24}", "4}").replace("steps=64", "steps=10"))
     (place / "notes.txt").write_text("\n\n".join(f"the cat sat {number} times on the mat" for number in range(40000)))
     words = ["train", "own.py", "--model.attention.normaliser=Elastic", "--threads", "1", "--runs", str(runs)]

@@ -14,6 +14,7 @@ import pytest
 import torch
 from mistakes import snapshot_tree
 from mlflow.tracking import MlflowClient
+from stores import make_runs
 
 from lit_lazy import api
 from lit_lazy.attention import Elastic, LearnedBias
@@ -143,8 +144,9 @@ def test_real_processes(start: list[str], tmp_path: Path) -> None:
     assert "devices 2" in run.data.tags["execution"]
 
 
-def test_an_edited_rule_is_said(place: Path) -> None:
+def test_an_edited_rule_is_said(place: Path, empty_store: Path) -> None:
     """Also where the edit is in a file that the rule's own imports. This process does not import the rule."""
+    make_runs(place, empty_store)
     helper = place / "helper.py"
     rule = fill_template("normaliser", "cooled").replace("backcopy_small", "backcopy_tiny")
     (place / "rule.py").write_text(f"from helper import SCALE\n{rule}")

@@ -298,7 +298,7 @@ def test_no_error_of_the_mirror_ends_a_grid(made, monkeypatch, caplog, capsys) -
     monkeypatch.setattr(GridMirror, "_open_parent", failing)
     with follow(GridMirror(made.folder), Console(width=1000)):
         wait_until(lambda: failing.call_count > 2)
-    assert "MLflow lacks results (KeyError: 'x'); `lit-lazy mirror made` sends" in capsys.readouterr().out
+    assert "MLflow lacks results (KeyError: 'x'); the same command sends" in capsys.readouterr().out
     assert caplog.text.count("MLflow lacks the newest results") == 1
 
 
@@ -320,7 +320,7 @@ def test_a_server_that_hangs_holds_no_end(made, monkeypatch, capsys) -> None:
     assert "MLflow lacks results (no answer); the same command" in capsys.readouterr().out
     with follow(GridMirror(made.folder), Console(width=1000)):
         pass
-    busy = "MLflow lacks results (another process has been sending made to MLflow for 0.2 s); `lit-lazy mirror made`"
+    busy = "MLflow lacks results (another process has been sending made to MLflow for 0.2 s); the same command"
     assert busy in capsys.readouterr().out
     assert time.monotonic() - begun < 5
     answers.set()

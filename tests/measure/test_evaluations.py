@@ -17,7 +17,7 @@ from lit_lazy.data.backcopy import Backcopy
 from lit_lazy.data.stdlib import Stdlib
 from lit_lazy.measure.costs import Costs
 from lit_lazy.measure.diagnostics import sample_validation
-from lit_lazy.measure.evaluation import Varied, evaluate
+from lit_lazy.measure.evaluation import Varied, evaluate, measure_evaluation
 from lit_lazy.measure.int8 import Int8
 from lit_lazy.measure.lengths import Lengths, Streaming, loss_by_position
 from lit_lazy.measure.lm_eval import LmEval
@@ -231,10 +231,16 @@ def test_a_users_metric_may_return_any_number_and_changes_nothing(tmp_path):
 
 
 @pytest.mark.parametrize("number", range(len(WRONG)), ids=WRONG)
-def test_a_wrong_metric_is_named_before_the_training(number, tmp_path):
+def test_a_wrong_metric_is_named(number, result):
+    model = checkpoints.load(result[1] / "final.ckpt").model
     with pytest.raises(ValueError, match=re.escape([*WRONG][number])) as raised:
-        run(dataclasses.replace(TINY, evaluations=(Returning(number),)), tmp_path)
+        measure_evaluation(Returning(number), model, TINY.data)
     assert str(raised.value).startswith("evaluations: Returning: ")
+
+
+def test_it_is_named_before_the_training(tmp_path):
+    with pytest.raises(ValueError, match=re.escape(next(iter(WRONG)))):
+        run(dataclasses.replace(TINY, evaluations=(Returning(0),)), tmp_path)
     assert not (tmp_path / "checkpoints" / "last.ckpt").exists()
 
 

@@ -193,11 +193,11 @@ def check_logits(ours, folder, kernels):
     torch.testing.assert_close(padded, ours(TOKENS[1:, :-4])[0], **CLOSE)
     # Generated, with padding too.
     options = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None}
-    prompts = [TOKENS[0].tolist(), TOKENS[1, 4:].tolist()]
+    expected = generate(ours, [TOKENS[0].tolist(), TOKENS[1, 4:].tolist()], 4)
     for use_cache in (True, False):
         options["use_cache"] = use_cache
         found = theirs.generate(TOKENS.where(real > 0, 3), attention_mask=real, **options)[:, LENGTH:]
-        assert found.tolist() == generate(ours, prompts, 4)
+        assert found.tolist() == expected
 
 
 def check_documents(model):

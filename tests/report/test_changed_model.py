@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from stores import make_runs
 
 from lit_lazy.api import Model, load, train
 from lit_lazy.attention import (
@@ -31,8 +32,9 @@ TOKENS = [0, 5, 3, 9, 5, 3, 2, 5]
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return train("backcopy_tiny", runs=tmp_path_factory.mktemp("runs"), threads=1).checkpoint
+def checkpoint(tmp_path_factory: pytest.TempPathFactory, empty_store: Path) -> Path:
+    runs = make_runs(tmp_path_factory.mktemp("changed"), empty_store)
+    return train("backcopy_tiny", runs=runs, threads=1).checkpoint
 
 
 @pytest.fixture(scope="module")

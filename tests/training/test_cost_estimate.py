@@ -23,6 +23,7 @@ from lit_lazy.training import cost_estimate
 from lit_lazy.training.check_before_run import prepare
 from lit_lazy.training.cost_estimate import estimate_cost, require_fit
 from lit_lazy.training.execution_settings import ONE_DEVICE, Execution
+from lit_lazy.training.ineffective_settings import list_ineffective
 from lit_lazy.training.run import run
 
 
@@ -75,37 +76,42 @@ def unused(setting, same):
     return f"{setting}: has no effect on 16 tokens in 1 layer: outputs and gradients are those with {same}"
 
 
-@pytest.mark.parametrize(
-    ("given", "noted"),
-    [
-        ([f"{WINDOW}=15", f"{BIAS}=LearnedBias", f"{BIAS}.length=14"], []),
-        # FIRE's length has an effect.
-        ([f"{WINDOW}=99", f"{BIAS}=Fire", f"{BIAS}.length=99"], [unused(f"{WINDOW}=99", "None")]),
-        (
-            [f"{WINDOW}=16", f"{BIAS}=LearnedBias", f"{BIAS}.length=99"],
-            [unused(f"{WINDOW}=16", "None"), unused(f"{BIAS}.length=99", "None")],
-        ),
-        (
-            ["--model.position=Rope", "--model.position.skip_layers=[0,1]", "--model.attention.full_layers=[0]"],
-            [unused("--model.position.skip_layers=(0, 1)", "(0,)"), unused("--model.attention.full_layers=(0,)", "()")],
-        ),
-        ([f"{RULE}=OffByOne", f"{RULE}.renormalise=true"], [unused(f"{RULE}=OffByOne", "Softmax")]),
-        # These differ from the default in one of two places, or only while the model trains.
-        ([f"{RULE}=Elastic", f"{RULE}.tau_lr_scale=0.5"], []),
-        (["--model.attention.gate=OutputGate", "--model.attention.gate.starts_open=true"], []),
-        ([f"{RULE}=Elastic", f"{RULE}.threshold=seq_len"], []),
-        (
-            ["--train.steps=10", "--train.warmup_steps=6", "--train.ema_decay=0.95"],
-            [
-                "--train.warmup_steps=6: leaves 4 of 10 steps at the full rate and below; 1 would be a tenth",
-                "--train.ema_decay=0.95: averages about 20 steps and the first ones; a smaller one forgets these",
-            ],
-        ),
-    ],
-    ids=str,
-)
-def test_a_setting_of_little_effect_is_noted(given, noted, tmp_path, capsys, caplog):
-    """Once, by a training, its dry run and that of a grid, whose two rows have their own biases."""
+OF_LITTLE_EFFECT = [
+    ([f"{WINDOW}=15", f"{BIAS}=LearnedBias", f"{BIAS}.length=14"], []),
+    # FIRE's length has an effect.
+    ([f"{WINDOW}=99", f"{BIAS}=Fire", f"{BIAS}.length=99"], [unused(f"{WINDOW}=99", "None")]),
+    (
+        [f"{WINDOW}=16", f"{BIAS}=LearnedBias", f"{BIAS}.length=99"],
+        [unused(f"{WINDOW}=16", "None"), unused(f"{BIAS}.length=99", "None")],
+    ),
+    (
+        ["--model.position=Rope", "--model.position.skip_layers=[0,1]", "--model.attention.full_layers=[0]"],
+        [unused("--model.position.skip_layers=(0, 1)", "(0,)"), unused("--model.attention.full_layers=(0,)", "()")],
+    ),
+    ([f"{RULE}=OffByOne", f"{RULE}.renormalise=true"], [unused(f"{RULE}=OffByOne", "Softmax")]),
+    # These differ from the default in one of two places, or only while the model trains.
+    ([f"{RULE}=Elastic", f"{RULE}.tau_lr_scale=0.5"], []),
+    (["--model.attention.gate=OutputGate", "--model.attention.gate.starts_open=true"], []),
+    ([f"{RULE}=Elastic", f"{RULE}.threshold=seq_len"], []),
+    (
+        ["--train.steps=10", "--train.warmup_steps=6", "--train.ema_decay=0.95"],
+        [
+            "--train.warmup_steps=6: leaves 4 of 10 steps at the full rate and below; 1 would be a tenth",
+            "--train.ema_decay=0.95: averages about 20 steps and the first ones; a smaller one forgets these",
+        ],
+    ),
+]
+
+
+@pytest.mark.parametrize(("given", "noted"), OF_LITTLE_EFFECT, ids=str)
+def test_a_setting_of_little_effect_is_noted(given, noted):
+    cfg = apply_overrides(experiment("backcopy_tiny"), given)[0]
+    assert sorted(list_ineffective(cfg, 16)) == sorted(setting[2:] for setting in noted)
+
+
+@pytest.mark.parametrize(("given", "noted"), [OF_LITTLE_EFFECT[1], OF_LITTLE_EFFECT[-1]], ids=str)
+def test_it_is_said_once(given, noted, tmp_path, capsys, caplog):
+    """By a training, its dry run and that of a grid, whose two rows have their own biases."""
     expected = [setting[2:] for setting in noted]
     grid = ["ablate", "run", "table2", "--base", "backcopy_tiny", "--rows", "softmax,lazy", "--seeds", "0"]
     commands = [(["train", "backcopy_tiny", *given], expected)]

@@ -320,18 +320,19 @@ def test_a_damaged_result_is_quarantined_and_the_run_begins_again(finished, tmp_
         assert (tmp_path / f"{RESULT}.damaged").read_text() == content
 
 
-@pytest.mark.parametrize("step", [20, 30])
-def test_a_validation_that_a_kill_cut_off_is_made_up_for(tmp_path, step):
+def test_a_validation_that_a_kill_cut_off_is_made_up_for(tmp_path):
     """Its step is in the checkpoint already: Lightning would leave a gap in the curves, or never start training."""
     cfg = config(steps=30, val_every=10, checkpoint_every=10)
     run(cfg, tmp_path / "whole", logger=MetricFile(tmp_path / "whole"))
-    kill = At(step, Mock(side_effect=RuntimeError("killed")), "on_validation_start")
-    with pytest.raises(RuntimeError, match="killed"):
-        run(cfg, tmp_path / "cut", logger=MetricFile(tmp_path / "cut"), callbacks=[kill])
-    run(cfg, tmp_path / "cut", logger=MetricFile(tmp_path / "cut"))
-    curves = logged(tmp_path / "cut")
-    assert [step for metric, step in curves if metric == "val/loss"] == [9, 19, 29]
-    assert curves == logged(tmp_path / "whole")
+    for step in (20, 30):
+        folder = tmp_path / str(step)
+        kill = At(step, Mock(side_effect=RuntimeError("killed")), "on_validation_start")
+        with pytest.raises(RuntimeError, match="killed"):
+            run(cfg, folder, logger=MetricFile(folder), callbacks=[kill])
+        run(cfg, folder, logger=MetricFile(folder))
+        curves = logged(folder)
+        assert [step for metric, step in curves if metric == "val/loss"] == [9, 19, 29]
+        assert curves == logged(tmp_path / "whole")
 
 
 def test_what_a_result_holds(finished, tmp_path):

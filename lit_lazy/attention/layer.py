@@ -16,13 +16,7 @@ from lit_lazy.attention.bias import Bias, BiasModule, BiasTerms, NoBias
 from lit_lazy.attention.cache import LayerCache
 from lit_lazy.attention.gate import Gate, GateModule, NoGate
 from lit_lazy.attention.mixer import LayerShape, Mixer, MixerModule, PassInputs
-from lit_lazy.attention.normaliser import (
-    AttentionBackend,
-    AttentionCall,
-    Normaliser,
-    NormaliserModule,
-    Softmax,
-)
+from lit_lazy.attention.normaliser import AttentionBackend, AttentionCall, Normaliser, NormaliserModule, Softmax
 from lit_lazy.support.checked_fields import CheckedFields, PositiveInt
 
 

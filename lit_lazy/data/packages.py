@@ -157,12 +157,8 @@ class Packages(Text):
         first, last = {DOCUMENTS: (0, documents), APART: (documents, len(ends))}[self.validated]
         is_cut = self.max_tokens is not None and last == len(ends) and len(corpus.validation) > self.max_tokens
         whole = last - is_cut
-        require(
-            first < whole,
-            "data.max_tokens",
-            self.max_tokens,
-            f"must hold a whole document of {self.validated}; give more",
-        )
+        fix = f"must hold a whole document of {self.validated}; give more"
+        require(first < whole, "data.max_tokens", self.max_tokens, fix)
         files = sorted(folder.glob(f"{self.validated}-*.jsonl"))
         lines = (line for file in files for line in file.read_bytes().splitlines())
         size = sum(len(json.loads(line)["text"].encode()) + 1 for line in islice(lines, whole - first))
@@ -184,13 +180,13 @@ def make_corpus() -> Path:
 
 def write_corpus(folder: Path) -> None:
     counts: Counter[str] = Counter()
-    known = KnownText()
+    documents, shingles = set[int](), set[int]()
     parts: dict[str, list[PackageFile]] = {part: [] for part in PARTS}
     for package, version in (PACKAGES | HELD_OUT).items():
         for path, file in find_sources(package, version):
             text = file.read_bytes()
             counts.update({"files": 1, "bytes": len(text)})
-            if reason := known.find_copy(text) if is_written(text) else "generated or empty":
+            if reason := find_copy(text, documents, shingles) if is_written(text) else "generated or empty":
                 counts.update({f"files left out, {reason}": 1, f"bytes left out, {reason}": len(text)})
             else:
                 held_out = DOCUMENTS if hash_document(text) < HELD_OUT_SHARE * 2**64 else TRAIN
@@ -229,23 +225,16 @@ def find_sources(package: str, version: str) -> list[tuple[str, Path]]:
     return [(path, Path(str(found.locate_file(path)))) for path in paths if not LEFT_OUT.search(path)]
 
 
-class KnownText:
-    """Finds files that are copies, in whole or in good part, of files before them."""
-
-    def __init__(self) -> None:
-        self.documents: set[int] = set()
-        self.shingles: set[int] = set()
-
-    def find_copy(self, text: bytes) -> str:
-        """`copies` or `near copies` if a file is one of those; "" if it is new, and it is known from then on."""
-        number, shingles = hash_document(text), hash_shingles(text)
-        if number in self.documents:
-            return "copies"
-        if len(shingles & self.shingles) > MOST_KNOWN * len(shingles):
-            return "near copies"
-        self.documents.add(number)
-        self.shingles |= shingles
-        return ""
+def find_copy(text: bytes, documents: set[int], shingles: set[int]) -> str:
+    """`copies` or `near copies` if a file is one of those whose hashes are given; "" if it is new and joins them."""
+    number, own = hash_document(text), hash_shingles(text)
+    if number in documents:
+        return "copies"
+    if len(own & shingles) > MOST_KNOWN * len(own):
+        return "near copies"
+    documents.add(number)
+    shingles |= own
+    return ""
 
 
 def is_written(text: bytes) -> bool:

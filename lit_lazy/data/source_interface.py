@@ -18,7 +18,7 @@ from lit_lazy.support.checked_fields import (
     PositiveFloat,
     PositiveInt,
     Share,
-    check_kinds,
+    check_fields,
     check_value,
     require,
 )
@@ -180,7 +180,7 @@ def load_data(config: DataConfig) -> DataSource:
         source = config.load()
     if not isinstance(source, DataSource):
         raise ValueError(f"{name}: load() returned {short_repr(source)}; let it return a DataSource")
-    check_kinds(name, source)
+    check_fields(f"{name}: ", source)
     with naming(name):
         source.check()
         # Measurements at several lengths would be the same one under several names.

@@ -1,16 +1,13 @@
 """Sequences of tokens as a dataset of batches, with facts about each position and with documents."""
 
 from collections.abc import Callable
-from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from lit_lazy.support.checked_fields import (
-    require,
-)
+from lit_lazy.support.checked_fields import require
 
 if TYPE_CHECKING:
     import numpy as np
@@ -54,14 +51,6 @@ class TokenDataset(Dataset[Batch]):
         self.targets = None if targets is None else torch.as_tensor(targets)
         self.check = check
 
-    @cached_property
-    def target_numbers(self) -> list[int]:
-        """The numbers of predicted targets that sequences have: all the same, if `targets` are right."""
-        if self.targets is None:
-            return [self.sequences.shape[1] - 1]
-        blocks = self.targets.split(SEQUENCES_AT_ONCE)
-        return sorted({number for block in blocks for number in (block.long() != IGNORED).sum(1).tolist()})
-
     def check_contents(self, name: str, vocab_size: int, context_length: int) -> None:
         """Raise a one-line ValueError, which begins with a name, unless a model of these sizes can learn from it."""
         tokens, shape = self.sequences, [len(self), context_length]
@@ -82,12 +71,15 @@ class TokenDataset(Dataset[Batch]):
         require(least >= 0 and most < vocab_size, name, [least, most], f"tokens must be 0 to {vocab_size - 1}")
         if self.targets is None:
             return
-        name, given = f"{name}: targets", [block[block != IGNORED] for block in self.targets.split(SEQUENCES_AT_ONCE)]
-        invalid = sorted({*torch.cat([x[(x < 0) | (x >= vocab_size)] for x in given]).tolist()})
-        require(not invalid, name, invalid, f"must be 0 to {vocab_size - 1}, or {IGNORED} where nothing is predicted")
-        numbers = self.target_numbers
+        name, invalid, numbers = f"{name}: targets", set[int](), set[int]()
+        for block in map(Tensor.long, self.targets.split(SEQUENCES_AT_ONCE)):
+            given = block != IGNORED
+            invalid |= {*block[given & ((block < 0) | (block >= vocab_size))].tolist()}
+            numbers |= {*given.sum(1).tolist()}
+        fix = f"must be 0 to {vocab_size - 1}, or {IGNORED} where nothing is predicted"
+        require(not invalid, name, sorted(invalid), fix)
         fix = "every sequence must have the same number, at least 1"
-        require(numbers[0] > 0 and len(numbers) == 1, name, numbers, fix)
+        require(min(numbers) > 0 and len(numbers) == 1, name, sorted(numbers), fix)
 
     def __len__(self) -> int:
         return len(self.sequences)

@@ -17,7 +17,7 @@ from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.serialisation import flatten, from_dict, replace_at, shorten_paths, to_dict
 from lit_lazy.config.user_files import COMMANDS, load_attribute, locate_errors
 from lit_lazy.data.source_interface import load_data
-from lit_lazy.support.checked_fields import Bounds, NonNegativeInt, check_kinds, require
+from lit_lazy.support.checked_fields import Bounds, NonNegativeInt, check_fields, require
 from lit_lazy.support.console import track_progress
 from lit_lazy.support.error_messages import describe_exception, did_you_mean, naming, short_repr
 from lit_lazy.support.names_to_paths import LONGEST_NAME, get_name
@@ -83,7 +83,7 @@ class Row:
 
     def __post_init__(self) -> None:
         here = f"row {short_repr(self.name)}"
-        check_kinds(here, self)
+        check_fields(f"{here}: ", self)
         check_row_name(self.name)
         require("," not in self.name, "row", self.name, "has a comma, which separates the names of rows; rename it")
         require_distinct(f"{here}: seeds", self.seeds or ())
@@ -131,7 +131,7 @@ class Ablation:
     def __post_init__(self) -> None:
         check_name("ablation", self.name)
         here = f"ablation {self.name!r}"
-        check_kinds(here, self)
+        check_fields(f"{here}: ", self)
         with naming(here):
             self._check()
 

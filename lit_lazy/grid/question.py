@@ -12,7 +12,7 @@ from lit_lazy.config.serialisation import to_dict
 from lit_lazy.config.user_classes import hash_user_code
 from lit_lazy.config.user_files import hash_uncommitted, load_attribute
 from lit_lazy.grid.ablation import Ablation, Row, load_defined, require_distinct, require_known
-from lit_lazy.support.checked_fields import NonEmptyText, check_kinds, require
+from lit_lazy.support.checked_fields import NonEmptyText, check_fields, require
 from lit_lazy.support.error_messages import naming
 from lit_lazy.support.names_to_paths import PROJECT
 from lit_lazy.support.provenance import find_last_commit
@@ -61,7 +61,7 @@ class Question:
     def __post_init__(self) -> None:
         is_ablation = isinstance(self.ablation, Ablation)
         name = f"question {self.ablation.name!r}" if is_ablation else "question"
-        check_kinds(name, self)
+        check_fields(f"{name}: ", self)
         with naming(name):
             self._check()
 

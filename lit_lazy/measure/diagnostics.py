@@ -1,7 +1,7 @@
 """`measure`: the arrays of `Diagnostics`, from a model's heads and hidden states."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
@@ -205,15 +205,13 @@ def use_backend(model: DecoderLM, backend: AttentionBackend) -> Iterator[None]:
             attention.backend = own
 
 
-@contextmanager
-def include_evicted_keys(model: DecoderLM, cache: Sequence[Cache] | None = None) -> Iterator[None]:
+def include_evicted_keys(model: DecoderLM, cache: Sequence[Cache] | None = None) -> AbstractContextManager[None]:
     """Count hidden keys, or those evicted from `cache`, in n and in positions, which determine the thresholds."""
 
     def count(layer: int, call: AttentionCall) -> AttentionCall:
         return call._replace(evicted=0 if cache is None else cache[layer].evicted)
 
-    with hook_inputs((attention.normaliser, partial(count, i)) for i, attention in enumerate(model.attentions)):
-        yield
+    return hook_inputs((attention.normaliser, partial(count, i)) for i, attention in enumerate(model.attentions))
 
 
 @contextmanager
@@ -230,13 +228,12 @@ def hook_inputs(hooked: Iterable[tuple[nn.Module, Callable[[Any], Any]]]) -> Ite
         yield
 
 
-@contextmanager
 def hook_layers(
     model: DecoderLM,
     on_attention: Callable[[int, Attention, AttentionCall], None] | None = None,
     on_hidden: Callable[[int, Tensor], None] | None = None,
     on_outputs: Callable[[int, Attention, Tensor], None] | None = None,
-) -> Iterator[None]:
+) -> AbstractContextManager[None]:
     """Call `on_attention` with each layer's call of its normaliser, and `on_hidden` with the residual stream.
 
     `on_outputs` gets the outputs of each layer's heads after the gate, `[B, T, H * D]`, which the projection reads.
@@ -254,8 +251,7 @@ def hook_layers(
         hooked += [(layer.out, partial(watch, on_outputs, i, layer)) for i, layer in layers]
     if on_hidden is not None:
         hooked += [(part, partial(watch, on_hidden, i)) for i, part in enumerate((*model.blocks, model.norm))]
-    with hook_inputs(hooked):
-        yield
+    return hook_inputs(hooked)
 
 
 class _Accumulator:

@@ -5,6 +5,7 @@ the decoder cannot express has a tensor without a place, or is refused by `compa
 """
 
 import re
+from bisect import bisect_left
 from collections.abc import Callable, Container
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -158,8 +159,11 @@ def observe_attention(model: "PreTrainedModel") -> list[AttentionSeen]:
         return q.new_zeros(1, 2, q.shape[1], v.shape[3]), None
 
     def mask(*_: Any, mask_function: Callable[..., Tensor], **__: Any) -> Tensor:
-        window = find_window(lambda key: bool(mask_function(*map(torch.tensor, (0, 0, LAST, key)))), LAST)
-        return torch.tensor(window or 0)
+        def sees(key: int) -> bool:
+            return bool(mask_function(*map(torch.tensor, (0, 0, LAST, key))))
+
+        oldest = bisect_left(range(LAST), True, key=sees)  # that the query at LAST sees
+        return torch.tensor(LAST - oldest + 1 if oldest else 0)  # 0: no window
 
     own, name = str(model.config._attn_implementation), "lit_lazy"
     AttentionInterface.register(name, attend)
@@ -172,15 +176,6 @@ def observe_attention(model: "PreTrainedModel") -> list[AttentionSeen]:
     finally:
         model.set_attn_implementation(own)
     return seen
-
-
-def find_window(visible: Callable[[int], bool], last: int) -> int | None:
-    """Number of newest keys that the query at `last` sees, None for all. visible: whether it sees a key."""
-    oldest, newest = 0, last
-    while oldest < newest:
-        middle = (oldest + newest) // 2
-        oldest, newest = (oldest, middle) if visible(middle) else (middle + 1, newest)
-    return last - oldest + 1 if oldest else None
 
 
 def _make_position(base: Any, settings: Any, layers: list[AttentionSeen]) -> tuple[Position, Tensor, Tensor]:

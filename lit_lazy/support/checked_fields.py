@@ -90,11 +90,6 @@ def check_fields(prefix: str, settings: Any) -> None:
             object.__setattr__(settings, name, plain)
 
 
-def check_kinds(what: str, settings: Any) -> None:
-    """`check_fields` of a named thing, such as a row or a stored record."""
-    check_fields(f"{what}: ", settings)
-
-
 def check_value(name: str, value: Any, hint: Any) -> Any:
     """The value, made plain if it must be to fit an annotation. Raises a one-line ValueError if it does not fit."""
     if fits(value, hint):

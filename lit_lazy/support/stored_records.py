@@ -6,7 +6,7 @@ import typing
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from lit_lazy.support.checked_fields import check_kinds, field_types, is_part, list_types
+from lit_lazy.support.checked_fields import check_fields, field_types, is_part, list_types
 from lit_lazy.support.error_messages import UnfinishedError, describe_exception
 
 T = TypeVar("T")
@@ -71,7 +71,7 @@ def make_record(kind: type[T], values: Mapping[str, Any], **changes: Any) -> T:
         raise ValueError(f"lacks {', '.join(lacking)}")
     given = {name: make_value(values[name], hints[name], make_record) for name in names}
     made = kind(**given, **changes)
-    check_kinds(kind.__name__, made)
+    check_fields(f"{kind.__name__}: ", made)
     return made
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
-from lit_lazy.support.checked_fields import PositiveFloat, check_kinds, require
+from lit_lazy.support.checked_fields import PositiveFloat, check_fields, require
 from lit_lazy.support.error_messages import short_repr
 from lit_lazy.support.names_to_paths import LONGEST_METRIC, is_metric_name
 from lit_lazy.table.statistics import RESOLUTION
@@ -43,7 +43,7 @@ class Column:
 
     def __post_init__(self) -> None:
         what = f"column {short_repr(self.key)}"
-        check_kinds(what, self)
+        check_fields(f"{what}: ", self)
         for name, text in (("key", self.key), ("title", self.title), ("unit", self.unit or "1")):
             _require_printable(f"{what}: {name}", text)
         require(is_metric_name(self.key), f"{what}: key", self.key, "MLflow takes no metric of this name")
@@ -112,7 +112,7 @@ class Contrast:
 
     def __post_init__(self) -> None:
         what = f"contrast {short_repr(self.name)}"
-        check_kinds(what, self)
+        check_fields(f"{what}: ", self)
         _require_printable(f"{what}: name", self.name)
         balanced = any(self.weights.values()) and abs(math.fsum(self.weights.values())) <= 1e-9
         require(balanced, f"{what}: weights", self.weights, "must add up to zero")

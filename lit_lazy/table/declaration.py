@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, fields
 from itertools import pairwise
 from typing import Any, Literal, get_args
 
-from lit_lazy.support.checked_fields import check_kinds, require
+from lit_lazy.support.checked_fields import check_fields, require
 
 Rule = Literal["lower", "higher", "same", "no_worse", "mostly", "removed", "alone"]
 """The claim about every contrast.
@@ -69,7 +69,7 @@ class Statement:
     rivals: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        check_kinds(f"statement {self.name!r}", self)
+        check_fields(f"statement {self.name!r}: ", self)
         clash = {*self.rivals} & {self.holds.row, self.holds.of}
         require(
             not clash, f"statement {self.name!r}: rivals", sorted(map(str, clash)), "must be rows that it is not about"

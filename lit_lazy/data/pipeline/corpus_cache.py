@@ -215,7 +215,8 @@ def write_corpus(folder: Path, plan: CorpusPlan, processes: int | None, check: C
     shards = folder.parent
     jobs = [*plan.validation, *plan.train]
     if not (folder / FACTS).exists():
-        with _Meter(jobs, shards) as meter:
+        meter = _Meter(jobs, shards)
+        with meter.progress:
             facts = _join(folder, plan, shards, processes, meter)
         if not all(facts["documents"]):
             _remove_shards(jobs, shards)
@@ -374,13 +375,6 @@ class _Meter:
         self.reused = sum(Shard.find(shards, job.name) is not None for job in jobs)
         self.started = time.monotonic()
         self.bytes = self.tokens = self.joined = 0
-
-    def __enter__(self) -> "_Meter":
-        self.progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.progress.stop()
 
     def count(self, size: int, tokens: int) -> None:
         """Add bytes of text and training tokens; thread-safe."""

@@ -14,7 +14,7 @@ from lit_lazy.config.serialisation import from_dict, replace_at, shorten_paths, 
 from lit_lazy.config.user_classes import hash_user_code
 from lit_lazy.data.source_interface import load_data
 from lit_lazy.grid.ablation import MOST_CELLS, NOT_AXES, Cell, Row, check_name, prepare_rows
-from lit_lazy.support.checked_fields import Bounds, PositiveInt, Share, check_kinds, require
+from lit_lazy.support.checked_fields import Bounds, PositiveInt, Share, check_fields, require
 from lit_lazy.support.error_messages import naming, short_repr
 from lit_lazy.support.stored_records import make_record, parse_record
 
@@ -39,7 +39,7 @@ class Real:
 
     def __post_init__(self) -> None:
         ends = f"Real({short_repr(self.low)}, {short_repr(self.high)})"
-        check_kinds(ends, self)
+        check_fields(f"{ends}: ", self)
         require(self.low < self.high, f"{ends}: low", self.low, f"must be below high={self.high}")
         require(self.low > 0 or not self.log, f"{ends}: low", self.low, "with log=True it must be above 0")
 
@@ -72,7 +72,7 @@ class Search:
     def __post_init__(self) -> None:
         check_name("search", self.name)
         where = f"search {self.name!r}"
-        check_kinds(where, self)
+        check_fields(f"{where}: ", self)
         require(0 < len(self.axes) <= MOST_AXES, f"{where}: axes", list(self.axes), f"must be 1 to {MOST_AXES}")
 
 

@@ -80,18 +80,9 @@ class LmEvalAdapter(TemplateLM):
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = True) -> list[float]:  # noqa: ARG002
         """Log-likelihood of texts, each token scored once, in windows of the context length; the last one overlaps."""
-        windows = [
-            [
-                (None, *make_disjoint_window(window))
-                for window in get_rolling_token_windows(
-                    self.tok_encode(request.args[0]),
-                    prefix_token=self.prefix_token_id,
-                    max_seq_len=self.max_length,
-                    context_len=1,
-                )
-            ]
-            for request in requests
-        ]
+        settings = {"prefix_token": self.prefix_token_id, "max_seq_len": self.max_length, "context_len": 1}
+        texts = (get_rolling_token_windows(self.tok_encode(request.args[0]), **settings) for request in requests)
+        windows = [[(None, *make_disjoint_window(window)) for window in text] for text in texts]
         scored = iter(self._loglikelihood_tokens([window for text in windows for window in text]))
         return [sum(next(scored)[0] for _ in text) for text in windows]
 

@@ -131,6 +131,7 @@ class Telegrams(DataConfig):
         return SpecialTokens(ord("!"), (ord("."),), ord("_"))
 
 
+@pytest.mark.usefixtures("module_cache")
 def test_a_source_of_ones_own_says_how_its_texts_begin_and_end(tmp_path: Path) -> None:
     checkpoint = save(tmp_path / "model.ckpt", replace_at(BYTES, {"data": Telegrams()}), 256, 32)
     theirs = AutoTokenizer.from_pretrained(exported(checkpoint, tmp_path / "telegrams"), trust_remote_code=True)

@@ -420,7 +420,7 @@ def report(importances: dict[str, float]) -> SearchReport:
         Point(1, "b", {LR: 0.002, TAU: 1.5}, "pruned", None, {3: 1.75}, "worse"),
         Point(2, "c", {LR: 0.003, TAU: 1.0}, "complete", 1.125, {3: 1.25, 6: 1.125}, ""),
         Point(3, "d", {LR: 0.09, TAU: 1.0}, "diverged", None, {}, "diverged: training loss is nan"),
-        Point(4, "", {}, "waiting", None, {}, ""),
+        Point(4, "e", {LR: 0.004, TAU: 0.5}, "running", None, {}, ""),
     ]
     return SearchReport("search-s", define(search(), base()), points, importances, ["abc"], "lit-lazy ablate search s")
 
@@ -434,7 +434,7 @@ def test_the_table_and_figures_show_every_measured_point_and_what_they_are_not()
         ["0", "0.001", "0.5", "1.25000", "6", "1.25000", "complete", "1"],
         ["1", "0.002", "1.5", "–", "3", "1.75000", "pruned", "0"],
         ["3", "0.09", "1", "–", "0", "–", "diverged", "0"],
-        ["4", "–", "–", "–", "0", "–", "waiting", "0"],
+        ["4", "0.004", "0.5", "–", "0", "–", "running", "0"],
     ]
     said = ("One seed per point", "The best of 2 noisy values", "A diverged point", "A pruned point has no", "lr 75 %")
     assert all(text.count(words) for words in said)

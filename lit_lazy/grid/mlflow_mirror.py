@@ -19,6 +19,7 @@ from rich.console import Console
 
 from lit_lazy.grid.grid_folder import ASIDE, GridFolder, read_grid
 from lit_lazy.support.background import repeat_in_background
+from lit_lazy.support.console import get_program_name
 from lit_lazy.support.error_messages import BusyError
 from lit_lazy.support.locks import make_file_lock
 from lit_lazy.support.provenance import git_sha
@@ -261,7 +262,8 @@ def follow(mirror: GridMirror, console: Console) -> Iterator[None]:
 
     No failure undoes or ends anything: it is said once. A server that hangs is left after HANG_SECONDS.
     """
-    fix = "the same command sends what it lacks"
+    by_itself = f"`{get_program_name()} mirror {mirror.folder.name}`"  # any other command may train, too
+    fix = f"{'the same command' if mirror.kind == 'search' else by_itself} sends what it lacks"
     lost = f"MLflow lacks the newest results, which are in {mirror.folder}"
     errors: list[str] = []
     try:

@@ -69,8 +69,10 @@ def choose_best_rates(table: Table) -> dict[str, float]:
     )
     best = min if better == "lower" else max
     found: dict[str, dict[float, float]] = defaultdict(dict)
-    for row in (row for row in table.rows if VERSION not in row.variant):
+    for row in table.rows:
         name, _, rate = row.variant.rpartition(AT)
+        if VERSION in rate:
+            continue
         fix = f"names no rate, such as {at_rate(row.variant, 0.01)}"
         require(bool(name), f"{table.ablation}: row", row.variant, fix)
         means, measured = found[name], table.measures.get(table.primary or "", {}).get(row.variant)

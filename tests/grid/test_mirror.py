@@ -138,7 +138,7 @@ def test_it_is_made_right_and_what_is_right_stays_as_it_is(copied, empty_store, 
     with monkeypatch.context() as patch:
         patch.setattr(GridMirror, "_open_parent", Mock(side_effect=TrackingError("no answer")))
         assert main(command(copied, "--rows", "softmax,lazy")) == 0
-    assert "MLflow lacks results (no answer); the same command sends what it lacks" in capsys.readouterr().out
+    assert f"MLflow lacks results (no answer); `lit-lazy mirror {ID}` sends what it lacks" in capsys.readouterr().out
     assert main(mirror) == 0
     assert describe(default_uri(copied)) == whole, "lost"
     shutil.copy(copied / "seed-0.db", copied / "mlflow.db")
@@ -182,7 +182,7 @@ def test_a_server_that_dies_during_a_grid_is_sent_the_rest(mlflow_server, copied
     with monkeypatch.context() as patch:
         patch.setattr(GridMirror, "_open_parent", open_and_stop)
         assert main(command(copied, "--rows", "softmax,lazy", "--seeds", "0,1,2")) == 0
-    assert "the same command sends what it lacks" in capsys.readouterr().out
+    assert f"`lit-lazy mirror {ID}` sends what it lacks" in capsys.readouterr().out
     mlflow_server.start()
     assert main(["mirror", ID, "--runs", str(copied)]) == 0
     on_server = describe(mlflow_server.url)
@@ -298,7 +298,7 @@ def test_no_error_of_the_mirror_ends_a_grid(made, monkeypatch, caplog, capsys) -
     monkeypatch.setattr(GridMirror, "_open_parent", failing)
     with follow(GridMirror(made.folder), Console(width=1000)):
         wait_until(lambda: failing.call_count > 2)
-    assert "MLflow lacks results (KeyError: 'x'); the same command sends" in capsys.readouterr().out
+    assert "MLflow lacks results (KeyError: 'x'); `lit-lazy mirror made` sends" in capsys.readouterr().out
     assert caplog.text.count("MLflow lacks the newest results") == 1
 
 
@@ -317,10 +317,10 @@ def test_a_server_that_hangs_holds_no_end(made, monkeypatch, capsys) -> None:
     monkeypatch.setattr(GridMirror, "_open_parent", hang)
     with follow(GridMirror(made.folder), Console(width=1000)):
         assert hangs.wait(5)
-    assert "MLflow lacks results (no answer); the same command" in capsys.readouterr().out
+    assert "MLflow lacks results (no answer); `lit-lazy mirror made`" in capsys.readouterr().out
     with follow(GridMirror(made.folder), Console(width=1000)):
         pass
-    busy = "MLflow lacks results (another process has been sending made to MLflow for 0.2 s); the same command"
+    busy = "MLflow lacks results (another process has been sending made to MLflow for 0.2 s); `lit-lazy mirror made`"
     assert busy in capsys.readouterr().out
     assert time.monotonic() - begun < 5
     answers.set()

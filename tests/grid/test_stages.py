@@ -206,6 +206,9 @@ def test_the_best_rate_is_the_best_of_its_column_and_exact() -> None:
     table = make_table()
     before = [replace(row, variant=f"{row.variant} (version 1a2b3c)") for row in table.rows]
     assert choose_best_rates(replace(table, rows=(*table.rows, *before))) == first_stage.BEST
+    own = replace(table.rows[0], variant="x (version 2) at 0.01", cells={"missing": [0]})
+    with pytest.raises(ValueError, match=r"'x \(version 2\)' is finished at no rate"):
+        choose_best_rates(replace(table, rows=(*table.rows, own)))
     assert not choose("higher").items() & first_stage.BEST.items()
     with pytest.raises(ValueError, match="primary='loss': has no direction; give its column better="):
         choose(None)

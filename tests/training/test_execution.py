@@ -5,7 +5,6 @@ import runpy
 import signal
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -39,29 +38,39 @@ def interrupt():
     raise KeyboardInterrupt
 
 
+@pytest.fixture(scope="module")
+def halves(tmp_path_factory):
+    """The folder of an undisturbed run of `config()` in halves of a batch; not to be changed."""
+    torch.set_num_threads(1)
+    folder = tmp_path_factory.mktemp("halves")
+    train(folder, HALVES)
+    return folder
+
+
 @pytest.mark.parametrize(
     "cfg",
     [
-        config(),
+        None,
         pytest.param(replace_at(config(), EVERYTHING), marks=pytest.mark.long),
         pytest.param(config(AttentionSpec(RAMP), steps=6), marks=pytest.mark.long),
     ],
     ids=["default", "other recipe", "ramped"],
 )
-def test_two_processes_are_one_that_accumulates_bit_for_bit(tmp_path, cfg):
+def test_two_processes_are_one_that_accumulates_bit_for_bit(halves, tmp_path, cfg):
     """In weights, logged values and final metrics; both divide a step's batch into the same two parts."""
-    one, two = train(tmp_path / "one", HALVES, cfg=cfg), train(tmp_path / "two", TWO, cfg=cfg)
-    assert replace(one, timings={}, execution={}) == replace(two, timings={}, execution={})
-    for name, value in weights(tmp_path / "one").items():
-        assert torch.equal(value, weights(tmp_path / "two")[name]), name
-    assert logged(tmp_path / "one") == logged(tmp_path / "two")
+    folder = tmp_path / "one" if cfg else halves
+    if cfg:
+        train(folder, HALVES, cfg=cfg)
+    one, two = RunResult.read(folder), train(tmp_path / "two", TWO, cfg=cfg)
+    assert_same_run(folder, tmp_path / "two")
+    assert logged(folder) == logged(tmp_path / "two")
     assert (one.execution["micro_batch"], two.execution["devices"]) == (4, 2)
-    names = [sorted(path.name for path in (tmp_path / name).iterdir()) for name in ("one", "two")]
+    names = [sorted(path.name for path in of.iterdir()) for of in (folder, tmp_path / "two")]
     assert names[0] == names[1]
 
 
-def test_two_processes_that_were_stopped_or_lost_a_rank_resume_to_the_same_bits(tmp_path):
-    train(tmp_path / "undisturbed", TWO)
+def test_two_processes_that_were_stopped_or_lost_a_rank_resume_to_the_same_bits(halves, tmp_path):
+    """As those of one process that accumulates."""
     with pytest.raises(KeyboardInterrupt):
         train(tmp_path / "ended", TWO, At(11, interrupt))
     known = others_of(os.getpid())
@@ -74,8 +83,8 @@ def test_two_processes_that_were_stopped_or_lost_a_rank_resume_to_the_same_bits(
         train(tmp_path / "ended", TWO, At(17, kill))
     assert others_of(os.getpid()) <= known
     train(tmp_path / "ended", TWO)
-    assert_same_run(tmp_path / "undisturbed", tmp_path / "ended")
-    assert logged(tmp_path / "undisturbed") == logged(tmp_path / "ended")
+    assert_same_run(halves, tmp_path / "ended")
+    assert logged(halves) == logged(tmp_path / "ended")
 
 
 def assert_close(plain, other):
@@ -84,12 +93,13 @@ def assert_close(plain, other):
         assert other.metrics[name] == pytest.approx(value, rel=2e-4, abs=2e-6), name
 
 
-@pytest.mark.parametrize("execution", [HALVES, Execution(checkpoint_activations=True)], ids=["micro", "checkpointed"])
-def test_no_more_than_rounding_changes(finished, tmp_path, execution):
-    assert_close(RunResult.read(finished), train(tmp_path, execution))
-    curve = {step: value for (name, step), value in logged(tmp_path).items() if name == "train/grad_norm"}
-    assert sorted(curve) == [4, 9, 14, 19]
-    assert all(value > 0 for value in curve.values())
+def test_no_more_than_rounding_changes(finished, halves, tmp_path):
+    train(tmp_path, Execution(checkpoint_activations=True))
+    for folder in (halves, tmp_path):
+        assert_close(RunResult.read(finished), RunResult.read(folder))
+        curve = {step: value for (name, step), value in logged(folder).items() if name == "train/grad_norm"}
+        assert sorted(curve) == [4, 9, 14, 19]
+        assert all(value > 0 for value in curve.values())
 
 
 @pytest.fixture
@@ -212,9 +222,8 @@ def test_a_run_may_resume_in_other_parts_after_every_step(tmp_path):
     assert logged(tmp_path / "parts") == {point: pytest.approx(curves[point], rel=2e-4, abs=2e-5) for point in curves}
 
 
-def test_a_step_that_a_kill_cuts_off_is_repeated(tmp_path):
+def test_a_step_that_a_kill_cuts_off_is_repeated(halves, tmp_path):
     """In the step after it resumes, Lightning writes a checkpoint before the last part."""
-    train(tmp_path / "undisturbed", HALVES)
     with pytest.raises(KeyboardInterrupt):
         train(tmp_path / "cut", HALVES, At(11, interrupt))
     left = [None]
@@ -227,5 +236,5 @@ def test_a_step_that_a_kill_cuts_off_is_repeated(tmp_path):
     with pytest.raises(IndexError):
         train(tmp_path / "cut", HALVES, at)
     train(tmp_path / "cut", HALVES)
-    assert_same_run(tmp_path / "undisturbed", tmp_path / "cut")
-    assert logged(tmp_path / "undisturbed") == logged(tmp_path / "cut")
+    assert_same_run(halves, tmp_path / "cut")
+    assert logged(halves) == logged(tmp_path / "cut")

@@ -56,11 +56,11 @@ def logged(folder):
 
 
 def untimed(result):
-    return replace(result, timings={})
+    return replace(result, timings={}, execution={})
 
 
 def assert_same_run(a, b):
-    """Results are equal except for timings; weights and diagnostics (including tau's history) are bit-identical."""
+    """Results are equal but for timings and execution; weights and diagnostics (tau's history too) bit-identical."""
     first, second = RunResult.read(a), RunResult.read(b)
     assert first is not None
     assert second is not None

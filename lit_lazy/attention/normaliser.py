@@ -232,9 +232,14 @@ class NormaliserModule(nn.Module, ABC):
         # The first call may run under autocast, which rules run without, in inference mode, which has no gradients, or
         # in a checkpointed block, which would recompute the block for these gradients.
         plain = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
-        with torch.inference_mode(False), torch.autocast(device.type, enabled=False), plain:
-            probe_weights(self.weights, heads, self.maps, self.can_zero, self.signed, device, dtype)
-            probe_attention(name, trained, attend, heads, head_dim, device, dtype)
+        training = self.training
+        self.eval()  # so that a rule that counts what it trains on does not count these
+        try:
+            with torch.inference_mode(False), torch.autocast(device.type, enabled=False), plain:
+                probe_weights(self.weights, heads, self.maps, self.can_zero, self.signed, device, dtype)
+                probe_attention(name, trained, attend, heads, head_dim, device, dtype)
+        finally:
+            self.train(training)
 
 
 def find_lazy_threshold(normaliser: NormaliserModule) -> LazyThreshold | None:
@@ -383,10 +388,6 @@ class Elastic(Normaliser):
         ):
             value = getattr(self, name)
             require(used or value == getattr(Elastic, name), f"Elastic.{name}", value, f"needs {need}; leave it out")
-
-    def initial_values(self) -> tuple[str, ...]:
-        """tau_init, unless a ramp begins there."""
-        return () if self.tau_ramp > 0 else ("tau_init",)
 
     def build(self, shape: LayerShape) -> NormaliserModule:
         return _Elastic(self, shape.n_heads, shape.context_length)

@@ -64,9 +64,6 @@ class ModelConfig(CheckedFields, prefix="model."):
     residual_dropout: BelowOne = 0.0
     """Dropout probability of the outputs of mixers and SwiGLUs in training (arXiv 1706.03762)."""
 
-    def initial_values(self) -> tuple[str, ...]:
-        return ("init_std", "embedding_init_std")
-
     def __post_init__(self) -> None:
         divides = self.head_dim is not None or self.d_model % self.n_heads == 0
         require(divides, "model.n_heads", self.n_heads, f"must divide model.d_model={self.d_model}")

@@ -122,6 +122,11 @@ def list_types(hint: Any) -> list[Any]:
     return [kind for part in parts for kind in list_types(part)] if origin in UNIONS else [hint]
 
 
+def item_types(parts: tuple[Any, ...], n: int) -> tuple[Any, ...]:
+    """The annotations of the n items of a tuple, from the arguments of its own."""
+    return parts[:1] * n if parts[1:] == (Ellipsis,) else parts
+
+
 def fits(value: Any, hint: Any) -> bool:
     """Whether a value fits an annotation; always True for kinds of annotations that this project does not use."""
     origin, parts = typing.get_origin(hint), typing.get_args(hint)
@@ -132,7 +137,7 @@ def fits(value: Any, hint: Any) -> bool:
     if origin is Literal:
         return any(type(value) is type(part) and value == part for part in parts)
     if origin is tuple:
-        kinds = parts[:1] * len(value) if isinstance(value, tuple) and parts[1:] == (Ellipsis,) else parts
+        kinds = item_types(parts, len(value)) if isinstance(value, tuple) else ()
         return isinstance(value, tuple) and len(value) == len(kinds) and all(map(fits, value, kinds))
     if origin in (Mapping, dict):
         return isinstance(value, Mapping) and all(fits(k, parts[0]) and fits(v, parts[1]) for k, v in value.items())
@@ -239,7 +244,7 @@ def _read(text: str, hint: Any) -> Any:
     if origin is tuple and text[:1] + text[-1:] in ("[]", "()"):
         inner = text[1:-1].strip(" ,")
         items = [item.strip(" '\"") for item in inner.split(",")] if inner else []
-        kinds = parts[:1] * len(items) if parts[1:] == (Ellipsis,) else parts
+        kinds = item_types(parts, len(items))
         return tuple(parse(item, kind) for item, kind in zip(items, kinds, strict=True))
     if hint is bool:
         return WORDS[text.lower()]
@@ -262,10 +267,6 @@ class CheckedFields:
     def __new__(cls, *_: object, **__: object) -> Self:
         require_decorated(cls)
         return super().__new__(cls)
-
-    def initial_values(self) -> tuple[str, ...]:
-        """Those of the first values that are only initial values of parameters: loaded ones replace them."""
-        return self.first_values
 
     def __init_subclass__(cls, prefix: str | None = None) -> None:
         super().__init_subclass__()
@@ -304,14 +305,16 @@ def require_decorated(cls: type) -> None:
             raise ValueError(f"{cls.__name__}.{name}: is a new default without a type; write `{name}: TYPE = VALUE`")
 
 
-def list_changes(before: object, after: object, path: str) -> Iterator[tuple[str, str, CheckedFields, CheckedFields]]:
-    """Each field in which two settings differ, at any depth where their classes are equal.
+def list_changes(
+    before: CheckedFields, after: CheckedFields, path: str
+) -> Iterator[tuple[str, str, CheckedFields, CheckedFields]]:
+    """Each field in which two settings of a class differ, at any depth where classes are equal.
 
     Yields its dotted path, its name, and the settings it is part of, before and after.
     """
-    if isinstance(before, CheckedFields) and isinstance(after, CheckedFields) and type(before) is type(after):
-        for name in (field.name for field in dataclasses.fields(before)):  # type: ignore[arg-type]
-            old, new, below = getattr(before, name), getattr(after, name), f"{path}.{name}"
-            if old != new:
-                yield below, name, before, after
+    for name in (field.name for field in dataclasses.fields(before)):  # type: ignore[arg-type]
+        old, new, below = getattr(before, name), getattr(after, name), f"{path}.{name}"
+        if isinstance(old, CheckedFields) and type(old) is type(new):
             yield from list_changes(old, new, below)
+        elif old != new:
+            yield below, name, before, after

@@ -14,7 +14,7 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lit_lazy.config.checkpoint_file import FORMAT, read_checkpoint
 from lit_lazy.config.overrides import apply_overrides
 from lit_lazy.config.schema import ModelConfig, RunConfig
-from lit_lazy.config.serialisation import UnknownClassError, from_dict, to_dict
+from lit_lazy.config.serialisation import UnknownClassError, from_dict, replace_at, to_dict
 from lit_lazy.config.user_classes import has_user_classes, iter_user_classes
 from lit_lazy.data import DataConfig, DataSource
 from lit_lazy.data.source_interface import Outline, load_data
@@ -25,7 +25,7 @@ from lit_lazy.support.disk import quarantine, write_atomically
 from lit_lazy.support.error_messages import describe_exception, short_repr
 from lit_lazy.training.check_before_run import check_size
 from lit_lazy.training.module import SOURCES, LitLM, Teacher, hash_sources, require_teacher
-from lit_lazy.training.rehearsal import rehearse
+from lit_lazy.training.rehearsal import LAYERS, VOCABULARY, WIDTH, rehearse
 from lit_lazy.training.run_folder import RunResult
 from lit_lazy.training.trained_parameters import format_names, freeze_others, require_loaded
 
@@ -157,8 +157,9 @@ def change_model(module: LitLM, cfg: RunConfig) -> LitLM:
     These are shared.
 
     All other parameters, such as a new tau or bias, have their initial values; a warning names them. Raises a one-line
-    ValueError if one of SIZES or a first value (`CheckedFields.first_values`) differs, if a trained parameter would
-    change its shape, and for positions whose weights were not trained.
+    ValueError if one of SIZES or a first value (`CheckedFields.first_values`) differs, if a setting would have no
+    effect (`_require_effect`), if a trained parameter would change its shape, and for positions whose weights were not
+    trained.
     """
     for name in SIZES:
         trained, given = getattr(module.cfg.model, name), getattr(cfg.model, name)
@@ -181,6 +182,7 @@ def change_model(module: LitLM, cfg: RunConfig) -> LitLM:
     positions = {f"position.{name}" for name, _ in changed.model.position.named_parameters()}
     fix = "has weights, which were not trained; leave it, or train a new model"
     require(positions <= matching, "model.position", cfg.model.position, fix)
+    _require_effect(module.cfg.model, cfg, module.hparams["context_length"], matching, "the trained model")
     for name in matching:
         target[name].data = source[name]
     if new := sorted(parameters - matching):
@@ -190,11 +192,52 @@ def change_model(module: LitLM, cfg: RunConfig) -> LitLM:
 
 
 def _iter_common(before: ModelConfig, source: Iterable[str], after: ModelConfig, target: Iterable[str]) -> set[str]:
-    """Names of tensors that two models have, without those of parts of another class, which mean something else."""
+    """Names of tensors that two models have, without those that mean something else in the other.
+
+    That are those of parts of another class, heads of another width, and an embedding that is also the head.
+    """
     changes = list_changes(before, after, "model")
     replaced = [path for path, name, old, new in changes if type(getattr(old, name)) is not type(getattr(new, name))]
     parts = [f"{path.removeprefix('model')}." for path in replaced]  # such as `.attention.gate.`
+    parts += [".attention."] * (before.head_width != after.head_width)
+    parts += [".head."] * (after.tie_embeddings and not before.tie_embeddings)
     return {name for name in {*source} & {*target} if not any(part in f".{name}" for part in parts)}
+
+
+def _require_effect(
+    before: ModelConfig, cfg: RunConfig, context_length: int, loaded: Iterable[str], source: str
+) -> None:
+    """Raises a one-line ValueError for a setting that sets only first values of tensors, all replaced by loaded ones.
+
+    before: the model of `source`, whose tensors of the names `loaded` replace those of `cfg.model`. Schedules then set
+    theirs. Small models are compared.
+    """
+
+    def draw(model: ModelConfig, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        small = replace(model, n_layers=min(model.n_layers, LAYERS), d_ff=WIDTH)
+        decoder = DecoderLM(small, VOCABULARY, context_length, cfg.seed)
+        decoder.load_state_dict(tensors, strict=False)
+        for attention in decoder.attentions:
+            attention.normaliser.at_progress(0.0)
+        return decoder.state_dict()
+
+    def list_differing(found: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> set[str]:
+        return {name for name, x in found.items() if name not in other or not torch.equal(x, other[name])}
+
+    changes = list_changes(before, cfg.model, "model")
+    fields = [(path, getattr(old, name), getattr(new, name)) for path, name, old, new in changes]
+    if not fields:
+        return
+    new = draw(cfg.model, {})
+    kept = {name: x for name, x in draw(before, {}).items() if name in loaded and x.shape == new[name].shape}
+    replaced = list_differing(new, draw(cfg.model, kept))
+    for path, old, given in fields if replaced else ():
+        former = new
+        with suppress(ValueError):  # other settings may need this one
+            former = draw(replace_at(cfg.model, {path.removeprefix("model."): old}), {})
+        fix = f"has no effect, as its parameters are loaded from {source}, where it was {old!r}; give that, or register"
+        counts = not set() < list_differing(new, former) <= replaced
+        require(counts, path, given, f"{fix} a buffer of it with persistent=False")
 
 
 def _find_tokenizer(data: dict[str, Any], folder: Path) -> None:
@@ -246,13 +289,7 @@ def _load_matching(
         raise ValueError(
             f"init_from={str(path)!r}: none of its weights matches the model by part, name and shape; omit it"
         )
-    new = [f".{name}" for name in target.keys() - matching.keys()]
-    for setting, name, before, after in list_changes(loaded.cfg.model, cfg.model, "model"):
-        part = setting.removeprefix("model").removesuffix(name)  # such as `.attention.bias.`, also in parameters' names
-        if name in after.initial_values() and not any(part in parameter for parameter in new):
-            was = getattr(before, name)
-            fix = f"has no effect, as its parameters are loaded from {str(path)!r}, where it was {was!r}; give that"
-            require(False, setting, getattr(after, name), fix)
+    _require_effect(loaded.cfg.model, cfg, model.context_length, matching, repr(str(path)))
     require_loaded(cfg.train.trainable, frozen, matching)
     require_teacher(cfg.train, loaded.model, model)
     return loaded.model, matching

@@ -199,8 +199,8 @@ class LitLM(L.LightningModule):
     def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         """Also update the average and scheduled parameters, before checkpoints and evaluations at this step."""
         super().optimizer_step(*args, **kwargs)
-        self.average.update()
         self.apply_schedules(self.global_step + 1)  # Lightning counts the step after this method
+        self.average.update()
 
     def apply_schedules(self, step: int) -> None:
         """Set scheduled parameters to their values after `step` finished steps."""

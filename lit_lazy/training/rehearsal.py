@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+from torch.optim import Optimizer
 
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.user_classes import iter_user_classes
@@ -40,7 +41,7 @@ def rehearse(cfg: RunConfig, context_length: int, documents: bool) -> None:
         module = LitLM.create(small, VOCABULARY, context_length)
         if in_model:
             _compare_passes(module.model, tokens[:, :-1], documents)
-        _take_step(module, tokens)
+        _compare_resumed(module, tokens)
         if in_training:
             _check_schedule(cfg)
     build_empty(model, VOCABULARY, context_length)
@@ -83,7 +84,25 @@ def _iter_passes(model: DecoderLM, tokens: Tensor, documents: bool) -> Iterator[
         yield "the logits of a document depend on the one before it; mind the places of the tokens", packed
 
 
-def _take_step(module: LitLM, tokens: Tensor) -> None:
+def _compare_resumed(module: LitLM, tokens: Tensor) -> None:
+    """After a step in mid-training, model and optimiser must go on from their state dicts as if never stopped."""
+    resumed = LitLM(**module.hparams)
+    optimiser, other = (each.configure_optimizers()["optimizer"] for each in (module, resumed))
+    _take_step(module, optimiser, tokens)
+    module.apply_schedules(module.cfg.train.steps // 2)
+    resumed.load_state_dict(module.state_dict())
+    other.load_state_dict(copy.deepcopy(optimiser.state_dict()))
+    for each, its in ((module, optimiser), (resumed, other)):
+        _take_step(each, its, tokens)
+    weights = resumed.state_dict()
+    if changed := [name for name, x in module.state_dict().items() if not torch.equal(x, weights[name])]:
+        problem = "would go on otherwise after a restart: model or optimiser have a state that their state_dict lacks"
+        raise ValueError(
+            f"{format_names(changed, MOST_NAMED)} {problem}; use register_buffer, or the optimiser's state"
+        )
+
+
+def _take_step(module: LitLM, optimiser: Optimizer, tokens: Tensor) -> None:
     """One step of the optimiser, which must train every parameter that is to be trained."""
     if (distillation := module.cfg.train.distillation).active:
         module.teacher = Teacher(copy.deepcopy(module.model), distillation)
@@ -91,14 +110,14 @@ def _take_step(module: LitLM, tokens: Tensor) -> None:
     for name, term in terms.items():
         if not isinstance(term, Tensor) or term.dim() or not term.isfinite():
             raise ValueError(f"{name} is {term}; give a tensor with one finite number")
+    optimiser.zero_grad()
     torch.stack([*terms.values()]).sum().backward()
     trained = {name: p for name, p in module.model.named_parameters() if p.requires_grad}
     _require_none([name for name, p in trained.items() if p.grad is None], "get no gradient; use them, undetached")
-    optimiser = module.configure_optimizers()["optimizer"]
     given = [id(p) for group in optimiser.param_groups for p in group["params"]]
     left = [name for name, p in trained.items() if given.count(id(p)) != 1]
     _require_none(left, "are not in the optimiser's groups, once each; give it all")
-    optimiser.step(lambda: terms["loss"].detach())
+    optimiser.step(lambda: terms["loss"].item())
     _require_none([name for name, p in trained.items() if not p.isfinite().all()], "are not finite after a step")
 
 

@@ -78,6 +78,8 @@ def fit(
     try:
         with interrupts.defer(), nullcontext() if group is None else group.join():
             trainer.fit(module, batches, validation, ckpt_path=checkpoint, weights_only=True)
+            if module.cfg.train.steps % module.cfg.train.checkpoint_every:
+                trainer.save_checkpoint(folder / CHECKPOINTS / LAST)  # so that an end in the evaluation repeats no step
             module.average.apply()
             if final:
                 trainer.save_checkpoint(final)
@@ -111,7 +113,13 @@ def _make_trainer(
     warnings.filterwarnings("ignore", message=".*dataloader is not resumable.*")
     train, execution = module.cfg.train, module.execution
     every = train.checkpoint_every
-    checkpoint = ModelCheckpoint(folder / CHECKPOINTS, save_last=True, save_top_k=0, every_n_train_steps=every)
+    checkpoint = ModelCheckpoint(
+        folder / CHECKPOINTS,
+        save_last=True,
+        save_top_k=0,
+        every_n_train_steps=every,
+        enable_version_counter=False,  # otherwise a file that another process wrote would stay the one to resume from
+    )
     strategy: Strategy | str = "auto"
     if group:
         strategy = DDPStrategy() if execution.strategy == "ddp" else ShardedStrategy(execution.devices)

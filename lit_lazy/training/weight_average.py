@@ -11,8 +11,8 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 class WeightAverage:
     """m_1 = w_1, m_t = decay m_(t-1) + (1 - decay) w_t over the finished steps t, for trainable parameters.
 
-    Parameters that are frozen or follow a schedule (a ramped tau) are not averaged; they keep the value of their step.
-    Without a decay nothing is averaged.
+    Parameters that are never trained, such as frozen ones and a tau that only follows its ramp, are not averaged; they
+    keep the value of their step. Without a decay nothing is averaged.
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:

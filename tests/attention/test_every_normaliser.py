@@ -315,6 +315,14 @@ def test_the_mean_of_affine_scaled_follows_the_rows_of_training_alone():
     assert torch.equal(module.mean, before)
 
 
+def test_a_first_call_in_training_counts_its_own_rows_alone():
+    """Not those of the check before it, so that a training which resumes is the one that was not stopped."""
+    module, call = affine_scaled(0.25)
+    module.train()(call)
+    assert module.seen[-1] == call.q.shape[0] * call.q.shape[2]
+    assert module.training
+
+
 def test_softmax_is_not_divided_again():
     """Not even where that is asked for: its weights sum to 1, and to divide by the sum would only round."""
     q, k, v = torch.randn(3, 1, 2, 40, 16, generator=torch.Generator().manual_seed(0))

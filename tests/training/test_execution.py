@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -200,6 +201,19 @@ def test_the_untrained_model_is_evaluated_once(finished, tmp_path, monkeypatch):
     untrained.write_bytes(b"PK damaged")
     train(tmp_path / "again", Execution())
     assert_same_run(finished, tmp_path / "again")
+
+
+def test_an_end_in_the_evaluation_repeats_no_step(finished, tmp_path, monkeypatch):
+    """Although no checkpoint was due at the last step."""
+    from lit_lazy.training import run as module
+
+    with monkeypatch.context() as patch:
+        evaluations = iter((module.evaluate, Mock(side_effect=RuntimeError("killed"))))
+        patch.setattr(module, "evaluate", lambda *args, **kwargs: next(evaluations)(*args, **kwargs))
+        with pytest.raises(RuntimeError, match="killed"):
+            train(tmp_path, Execution())
+    train(tmp_path, Execution(), At(16, lambda: pytest.fail("repeated")))
+    assert_same_run(finished, tmp_path)
 
 
 @pytest.mark.long

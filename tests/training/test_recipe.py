@@ -7,7 +7,7 @@ import pytest
 import torch
 from layers import LargestTensor
 from lightning.pytorch.callbacks import Callback
-from test_run import EVERYTHING, LAZY, config, weights
+from test_run import EVERYTHING, LAZY, THEN_LEARNED, config, weights
 from torch.utils.data import DataLoader
 
 from lit_lazy.attention import AttentionSpec, Elastic, Fire, LearnedAbsolute
@@ -69,6 +69,16 @@ def test_the_average_of_the_weights_is_what_is_validated_kept_and_evaluated(fini
     for step, logged in curve.items():
         module.load_state_dict(averages[step])
         assert evaluate(module.model, source, "fp32", 8)["loss/val"] == pytest.approx(logged, rel=1e-5)
+
+
+def test_a_tau_that_first_follows_a_ramp_is_averaged_over_the_values_that_it_had(tmp_path):
+    steps = Weights()
+    ends = trained(config(AttentionSpec(THEN_LEARNED), ema_decay=0.9), tmp_path, callbacks=[steps])
+    name, *_ = (name for name in ends if name.endswith("tau"))
+    average = steps.seen[0][name]
+    for seen in steps.seen[1:]:
+        average = 0.9 * average + 0.1 * seen[name]
+    torch.testing.assert_close(ends[name], average)
 
 
 def lines(folder):

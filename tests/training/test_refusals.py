@@ -5,7 +5,7 @@ from mistakes import expect_refusal
 
 from lit_lazy.training import execution_settings
 
-SIZES = {"data.vocab_size": 16, "model.n_layers": 2, "train.batch_size": 8}
+SIZES = {"data.vocab_size": 16, "model.n_layers": 2, "model.n_heads": 2, "train.batch_size": 8}
 TAU, DISTIL = "--model.attention.normaliser=Elastic", "--train.distillation=Logits"
 REFUSED = [
     (

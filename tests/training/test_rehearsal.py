@@ -10,7 +10,17 @@ import pytest
 import torch
 from torch import nn
 
-from lit_lazy.attention import Bias, BiasTerms, Gate, GateModule, Mixer, MixerModule, Position
+from lit_lazy.attention import (
+    Bias,
+    BiasTerms,
+    Gate,
+    GateModule,
+    Mixer,
+    MixerModule,
+    Normaliser,
+    NormaliserModule,
+    Position,
+)
 from lit_lazy.attention.bias import BiasModule
 from lit_lazy.attention.position import PositionModule
 from lit_lazy.config.schema import RunConfig
@@ -62,6 +72,33 @@ class OwnGated(Gate):
 class NoModule(Gate):
     def build(self, shape):  # noqa: ARG002
         return lambda out, x, v: out  # noqa: ARG005
+
+
+class OwnRule(NormaliserModule):
+    def __init__(self, hold):
+        super().__init__()
+        hold(self)
+
+    def at_progress(self, progress):
+        self.scale = self.scale * 0 + 1 + progress
+
+    def weights(self, scores, rows):  # noqa: ARG002
+        return (self.scale * scores).softmax(-1)
+
+
+RULES = {
+    "": lambda self: self.register_buffer("scale", torch.ones(())),
+    "would go on otherwise": lambda self: setattr(self, "scale", 1.0),
+    "would go on otherwise after a restart": lambda self: self.register_buffer("scale", torch.ones(()), False),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class OwnScheduled(Normaliser):
+    said: str
+
+    def build(self, shape):  # noqa: ARG002
+        return OwnRule(RULES[self.said])
 
 
 class OwnPosition(PositionModule):
@@ -146,7 +183,20 @@ class OwnMix(Mixer):
         return OwnMixer(MIXERS[self.said])
 
 
+class Slowing(torch.optim.SGD):
+    """Its state is an attribute."""
+
+    taken = 0
+
+    def step(self, closure=None):
+        self.taken += 1
+        for group in self.param_groups:
+            group["lr"] = 0.1 / self.taken
+        return super().step(closure)
+
+
 OPTIMISERS = {
+    "would go on otherwise": Slowing,
     "": lambda groups: torch.optim.LBFGS([p for group in groups for p in group["params"]]),
     "are not in the optimiser's groups": lambda groups: torch.optim.SGD(groups[:1]),
     "'NoneType' object has no attribute": lambda groups: None,  # noqa: ARG005
@@ -198,6 +248,7 @@ class OwnTerm(Distillation):
 
 
 PARTS = {
+    "model.attention.normaliser": (OwnScheduled, RULES),
     "model.attention.gate": (OwnGated, GATES),
     "model.position": (OwnEncoding, POSITIONS),
     "model.attention.bias": (OwnTable, BIASES),

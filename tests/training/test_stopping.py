@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
-from test_run import RAMP, At, assert_same_run, config, logged
+from test_run import RAMP, At, assert_same_run, config, logged, run_until_killed
 
 from lit_lazy.attention import AttentionSpec, LearnedBias
 from lit_lazy.training.callbacks_and_loggers import METRICS, MetricFile
@@ -68,6 +68,18 @@ def test_no_step_is_lost(hook, step, kept, number, undisturbed, tmp_path):
     train(tmp_path)
     assert_same_run(undisturbed, tmp_path)
     assert logged(undisturbed) == logged(tmp_path)
+
+
+def test_the_newest_checkpoint_is_resumed_whoever_wrote_the_one_before(tmp_path):
+    """A process that a signal stopped, that was killed, or that knew the folder by another name."""
+    with pytest.raises(KeyboardInterrupt):
+        train(tmp_path / "one", send_at(4, signal.SIGTERM))
+    run_until_killed(CFG, tmp_path / "one", 11)
+    assert read_step(tmp_path / "one") == 8
+    moved = (tmp_path / "one").rename(tmp_path / "moved")
+    run_until_killed(CFG, moved, 18)
+    assert read_step(moved) == 16
+    assert [path.name for path in (moved / LAST).parent.glob("*.ckpt")] == ["last.ckpt"]
 
 
 def test_a_second_signal_stops_at_once_but_not_a_patient_worker(tmp_path, capfd):

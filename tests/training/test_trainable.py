@@ -4,21 +4,23 @@ import copy
 import logging
 import shutil
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 import torch
 from test_run import LAZY, RAMP, config, run_until_killed, weights
 
-from lit_lazy.attention import AttentionSpec, Elastic, LearnedBias
+from lit_lazy.attention import AttentionSpec, Elastic, LearnedBias, Normaliser, NormaliserModule, SinkLogit, SSMax
 from lit_lazy.config.key import cell_key
 from lit_lazy.config.schema import ModelConfig
+from lit_lazy.config.serialisation import replace_at
 from lit_lazy.model.decoder import DecoderLM, flops_per_token
 from lit_lazy.optim import SGD, AdamW, Muon
 from lit_lazy.training import trainer
 from lit_lazy.training.callbacks_and_loggers import METRICS, MetricFile, read_lines
 from lit_lazy.training.check_before_run import prepare
+from lit_lazy.training.checkpoints import change_model, write_untrained
 from lit_lazy.training.cost_estimate import estimate_cost
 from lit_lazy.training.execution_settings import ONE_DEVICE, Execution
 from lit_lazy.training.ineffective_settings import check_init_from
@@ -203,17 +205,70 @@ def test_an_initial_value_of_what_is_loaded_is_refused(changes, refused, lazy):
             check()
 
 
+class Scaled(NormaliserModule):
+    def __init__(self, scale, persistent):
+        super().__init__()
+        self.register_buffer("scale", torch.tensor(scale), persistent)
+
+    def weights(self, scores, rows):  # noqa: ARG002
+        return (self.scale * scores).softmax(-1)
+
+
+@dataclass(frozen=True)
+class OwnScale(Normaliser):
+    scale: float = 1.0
+    persistent: bool = True
+
+    def build(self, shape):  # noqa: ARG002
+        return Scaled(self.scale, self.persistent)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "refused"),
+    [
+        (SSMax(), SSMax(init=5.0), "init=5.0"),
+        (SinkLogit(), SinkLogit(init=5.0), "init=5.0"),
+        (OwnScale(), OwnScale(8.0), "scale=8.0"),
+        (OwnScale(persistent=False), OwnScale(8.0, persistent=False), None),
+    ],
+)
+def test_no_setting_is_silently_replaced_by_what_is_loaded(before, after, refused, tmp_path):
+    """Whether its class declares that it is a first value or not, and whether a training or a change loads it."""
+    made, cfg = (config(AttentionSpec(normaliser)) for normaliser in (before, after))
+    module = LitLM.create(made, 17, 16)
+    write_untrained(tmp_path / "before.ckpt", made, 17, 16, module.model.state_dict())
+    given = replace(cfg, init_from=str(tmp_path / "before.ckpt"))
+    for load in (lambda: change_model(module, cfg), lambda: build(given)):
+        said = f"^model.attention.normaliser.{refused}: has no effect, as its parameters are loaded"
+        with nullcontext() if refused is None else pytest.raises(ValueError, match=said):
+            changed = load()
+            assert changed.model.attentions[0].normaliser.scale == 8
+
+
+def test_weights_that_another_model_reads_otherwise_are_new(tmp_path, caplog):
+    """Those of heads of another width, and a head where the embedding is the head."""
+    untied = replace_at(config(), {"model.tie_embeddings": False})
+    path = tmp_path / "untied.ckpt"
+    write_untrained(path, untied, 17, 16, LitLM.create(untied, 17, 16).model.state_dict())
+    content = torch.load(path, weights_only=True)["state_dict"]
+    with caplog.at_level(logging.INFO):
+        build(replace_at(untied, {"model.n_heads": 4, "model.attention": AttentionSpec(), "init_from": str(path)}))
+        module = build(replace_at(untied, {"model.tie_embeddings": True, "init_from": str(path)}))
+    assert "attention.k.weight" in caplog.messages[0].partition("new: ")[2]
+    assert "unused: head.weight" in caplog.messages[-1]
+    assert torch.equal(module.model.head.weight, content["model.embedding.weight"])
+
+
 def build(cfg):
     return trainer.build_module(cfg, prepare(cfg), Execution())
 
 
 def test_an_initial_value_of_what_is_new_counts(trained):
-    """Also one of the whole model, as long as a parameter of it is new."""
+    """Also one of the whole model, as long as it draws a parameter that is new."""
     changed = replace(config(LAZY).model, init_std=0.5)
-    build(replace(config(LAZY), model=changed, init_from=trained))
-    same = replace(changed, attention=AttentionSpec())
     with pytest.raises(ValueError, match=r"model\.init_std=0\.5: has no effect"):
-        build(replace(config(LAZY), model=same, init_from=trained))
+        build(replace(config(LAZY), model=changed, init_from=trained))
+    build(replace(config(LAZY), model=replace(changed, d_ff=24), init_from=trained))
 
 
 def test_the_logged_rate_is_the_schedules(trained, tmp_path):

@@ -376,7 +376,8 @@ def _make_cell_record(cell: "CellRecord") -> dict[str, Any]:
         "checkpoint": str(kept) if kept.exists() else None,
         "git_sha": None if cell.result is None else cell.result.environment["git_sha"],
     }
-    return {**about, **cell.settings, **cell.axes, **cell.metrics}
+    known = {**about, **cell.settings, **cell.axes}
+    return known | {f"metric {name}" if name in known else name: value for name, value in cell.metrics.items()}
 
 
 def _iter_curve_points(cells: Iterable["CellRecord"]) -> Iterator[tuple[str, int, int, str, float]]:

@@ -18,8 +18,15 @@ import torch
 from lit_lazy.config.checkpoint_file import read_checkpoint
 from lit_lazy.config.evaluation import Evaluation
 from lit_lazy.config.schema import ModelConfig, RunConfig
-from lit_lazy.config.serialisation import UnknownClassError, flatten, from_dict, shorten_paths, to_dict
-from lit_lazy.config.user_classes import hash_user_code
+from lit_lazy.config.serialisation import (
+    UnknownClassError,
+    flatten,
+    from_dict,
+    require_restorable,
+    shorten_paths,
+    to_dict,
+)
+from lit_lazy.config.user_classes import has_user_classes, hash_user_code
 from lit_lazy.support.disk import open_file
 from lit_lazy.support.error_messages import describe_exception, explain
 from lit_lazy.support.names_to_paths import suggest_file
@@ -51,6 +58,8 @@ def evaluation_key(evaluation: Evaluation) -> str:
 
 
 def _describe(settings: RunConfig | Evaluation) -> dict[str, Any]:
+    if has_user_classes(settings):
+        require_restorable(settings, Evaluation if isinstance(settings, Evaluation) else RunConfig)
     return {"schema": SCHEMA, "config": to_dict(settings, minimal=True), "code": hash_user_code(settings)}
 
 

@@ -3,6 +3,8 @@
 import dataclasses
 import functools
 import importlib
+import itertools
+import json
 import numbers
 import pkgutil
 import sys
@@ -12,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
-from lit_lazy.support.checked_fields import check_value, field_types, list_types
+from lit_lazy.support.checked_fields import check_value, field_types, item_types, list_types
 from lit_lazy.support.error_messages import did_you_mean, short_repr
 from lit_lazy.support.stored_records import make_value
 
@@ -42,21 +44,23 @@ def to_dict(value: Any, annotation: Any = None, *, minimal: bool = False) -> Any
         return entry | {
             name: to_dict(part, hints[name], minimal=minimal)
             for name, part in values.items()
-            if not minimal or to_dict(part, hints[name]) != _make_default(cls, name)
+            if not minimal or json.dumps(to_dict(part, hints[name])) != _make_default(cls, name)
         }
     kinds = list_types(annotation)
     if isinstance(value, tuple):
-        item_kinds = [part for kind in kinds for part in typing.get_args(kind)[:1]]
-        return [to_dict(item, next(iter(item_kinds), None), minimal=minimal) for item in value]
+        of = next((item_types(typing.get_args(kind), len(value)) for kind in kinds if typing.get_args(kind)), ())
+        return [to_dict(item, hint, minimal=minimal) for item, hint in itertools.zip_longest(value, of[: len(value)])]
     # An int in a float field is the same setting and must give the same key.
-    return float(value) if float in kinds and isinstance(value, numbers.Real) else value
+    is_float = float in kinds and type(value) not in kinds and isinstance(value, numbers.Real)
+    return float(value) if is_float else value
 
 
 @functools.cache
-def _make_default(cls: type, name: str) -> Any:
-    """The canonical form of a field's default. Cached: a grid compares hundreds of them per cell."""
+def _make_default(cls: type, name: str) -> str:
+    """JSON of a field's default, in which 1, 1.0 and true differ. Cached: a grid compares hundreds of them per cell."""
     (field,) = (known for known in dataclasses.fields(cls) if known.name == name)
-    return to_dict(get_default(field), field_types(cls)[name])
+    default = to_dict(get_default(field), field_types(cls)[name])
+    return "" if default is dataclasses.MISSING else json.dumps(default)
 
 
 def get_default(field: "dataclasses.Field[Any]") -> Any:
@@ -110,6 +114,25 @@ def get_leaf_class(base: type[T], name: str | None) -> type[T]:
 def from_dict(cls: Any, value: Any) -> Any:
     """The inverse of `to_dict` for the annotated type `cls`. Raises ValueError on unknown classes and fields."""
     return make_value(value, cls, _make_settings)
+
+
+def require_restorable(settings: Any, cls: type) -> None:
+    """Raise a one-line ValueError for a field that a file would give back as another value: models are made from files.
+
+    cls: the annotated type of the settings, as for `from_dict`.
+    """
+    read = from_dict(cls, json.loads(json.dumps(to_dict(settings), default=str, skipkeys=True)))
+    for path, value, other in _iter_changed(settings, read, ""):
+        fix = "use numbers, texts, tuples, or classes below an ABC, which are found by their names"
+        raise ValueError(f"{path}={short_repr(value)}: would be read from a file as {short_repr(other)}; {fix}")
+
+
+def _iter_changed(value: Any, read: Any, path: str) -> Iterator[tuple[str, Any, Any]]:
+    if dataclasses.is_dataclass(value) and type(value) is type(read):
+        for name in (field.name for field in dataclasses.fields(value)):
+            yield from _iter_changed(getattr(value, name), getattr(read, name), f"{type(value).__name__}.{name}")
+    elif (type(value) is not type(read) and not isinstance(value, numbers.Real)) or value != read:
+        yield path, value, read
 
 
 def _make_settings(cls: Any, values: Mapping[str, Any]) -> Any:

@@ -47,9 +47,8 @@ def is_users(cls: type) -> bool:
 
 def iter_classes(config: Any) -> Iterator[type]:
     """The classes of a config and of all its parts, at any depth."""
-    yield type(config)
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        for part in value if isinstance(value, tuple) else (value,):
-            if dataclasses.is_dataclass(part):
-                yield from iter_classes(part)
+    if dataclasses.is_dataclass(config):
+        yield type(config)
+        config = tuple(getattr(config, field.name) for field in dataclasses.fields(config))
+    for part in config if isinstance(config, tuple) else ():
+        yield from iter_classes(part)

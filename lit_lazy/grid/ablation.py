@@ -156,9 +156,10 @@ class Ablation:
         for what, changes in [("common", self.common), *((f"row {row.name!r}", row.changes) for row in self.all_rows)]:
             if "seed" in changes:
                 raise ValueError(f"{what} changes seed; give seeds=({changes['seed']},) instead")
-        replaced = ({path for path, value in row.changes.items() if not callable(value)} for row in self.all_rows)
-        if both := sorted(set(self.common).intersection(*replaced)):
-            raise ValueError(f"common[{both[0]!r}] is in every row too, which replaces it; leave it out of common")
+        replaced = [[path for path, value in row.changes.items() if not callable(value)] for row in self.all_rows]
+        for path in self.common:
+            if all(any(f"{path}.".startswith(f"{given}.") for given in paths) for paths in replaced):
+                raise ValueError(f"common[{path!r}] is replaced in every row; leave it out of common")
 
     @cached_property
     def all_rows(self) -> tuple[Row, ...]:
@@ -210,7 +211,7 @@ def _describe_values(values: Sequence[Any]) -> list[str]:
 def describe_value(value: Any) -> str:
     """A value as text, a float without its rounding error: 0.0003 for 3 * 0.0001, which is 0.00030000000000000003."""
     if not isinstance(value, float):
-        return str(value)
+        return value.__name__ if inspect.isfunction(value) else str(value)  # without its place in memory
     short = float(f"{value:.{DIGITS}g}")
     return str(short if abs(short - value) <= ROUNDING_ULPS * math.ulp(value) else value)
 

@@ -72,8 +72,9 @@ class GridDriver:
     def __init__(self, work: Work, storage: str | None) -> None:
         self.work, self.study = work, GridStudy(storage, work.folder)
         self.cells = {cell.key: cell for cell in work.cells}
-        for key in self.cells:
-            RunResult.read(work.locate(key))  # a damaged one is put aside, and its cell waits again
+        for key, cell in self.cells.items():
+            if known := RunResult.read(work.locate(key)):  # a damaged one is put aside, and its cell waits again
+                known.require_settings(cell.config)
         self._states: dict[str, State] = {}
         self._next_look = 0.0
         self._held: set[str] = set()

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from lit_lazy.model.decoder import DecoderLM, flops_per_token
 from lit_lazy.model.loss import head_nll
 from lit_lazy.support.checked_fields import Metric, check_value, require
 from lit_lazy.support.error_messages import explain, naming, naming_user_errors, short_repr
-from lit_lazy.support.names_to_paths import is_metric_name
+from lit_lazy.support.names_to_paths import is_metric_name, list_files
 
 VARIED_BATCH = 32
 """Batch size of `Varied`."""
@@ -173,6 +174,10 @@ class Varied(Evaluation):
         require(self.field in fields, "Varied.field", self.field, lacks + ", ".join(fields))
         for value in self.values:
             self._load_source(model, data, value)
+
+    def files(self) -> list[Path]:
+        """Those that a value names, as a path, a folder or a pattern."""
+        return [file for value in self.values if isinstance(value, str) for file in list_files(value)]
 
     def measure(self, model: DecoderLM, data: DataConfig) -> dict[str, float]:
         """`pairs_64/loss/val` and so on: every metric of `evaluate`, prefixed with the field and its value."""

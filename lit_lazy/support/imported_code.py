@@ -6,7 +6,7 @@ A process imports a file once, so its content at the import is what runs, whatev
 import ast
 import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -49,19 +49,16 @@ def read_code(cls: type) -> str:
     """The code of a user's class when it was imported: its file and all local files that this imports, at any depth.
 
     Omits comments, docstrings, layout and the definitions of exported settings. Raises ValueError if a file cannot be
-    read or defines a class twice, or if a method uses a variable of the function around the class, whose value no code
-    tells.
+    read or defines a class twice, or if the class is another than the one of its name at the top of its file.
     """
     path, root = locate(cls)
     for name, code in ((name, f.__code__) for name, f in vars(cls).items() if inspect.isfunction(f)):
-        file, outer = Path(code.co_filename).resolve(), sorted({*code.co_freevars} - {"__class__"})
         # What a dataclass adds, all with underscores, comes from no file or from the standard library.
-        if not (_is_known(file) or name.startswith("__")):
+        if not (_is_known(Path(code.co_filename).resolve()) or name.startswith("__")):
             raise _make_unreadable_error(f"{cls.__name__}.{name}")
-        if outer and file == path:
-            problem = f"uses {outer[0]!r} of the function around the class, which is no part of the key"
-            fix = "make it a field, or define it at the top of the file"
-            raise ValueError(f"{cls.__name__}.{name}: {problem}; {fix}")
+    if getattr(sys.modules[cls.__module__], cls.__name__, None) is not cls:
+        problem = "is not what its file defines under this name, so the file's code does not tell what it does"
+        raise ValueError(f"{cls.__name__}: {problem}; define it at the top of a file, with fields for what differs")
     files = sorted({*find_local_files(path, root).values()})
     return "\n\n".join(_select_code(file, SETTINGS if file == path else ()) for file in files)
 
@@ -153,16 +150,25 @@ def _select_code(file: Path, left_out: tuple[str, ...]) -> str:
     names = [node.name for node in classes]
     if twice := [name for name in names if names.count(name) > 1]:
         raise ValueError(f"{file.name}: defines the class {twice[0]} twice, and a key cannot tell which; rename one")
-    read = {part.id for node in classes for part in ast.walk(node) if isinstance(part, ast.Name)}
+    dropped = [node for node in body if _get_defined_name(node) in left_out]
+    # A name is code of the classes if what they may use reads it, however indirectly.
+    while used := [
+        node for node in dropped if _get_defined_name(node) in _list_read(x for x in body if x not in dropped)
+    ]:
+        dropped = [node for node in dropped if node not in used]
+    return ast.unparse(ast.Module([node for node in body if node not in dropped], []))
 
-    def is_kept(node: ast.stmt) -> bool:
-        if isinstance(node, ast.FunctionDef):
-            return node.name not in left_out
-        target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
-        name = target.id if isinstance(target, ast.Name) else None
-        return name not in left_out or name in read
 
-    return ast.unparse(ast.Module(list(filter(is_kept, body)), []))
+def _get_defined_name(node: ast.stmt) -> str | None:
+    if isinstance(node, ast.FunctionDef):
+        return node.name
+    target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
+    return target.id if isinstance(target, ast.Name) else None
+
+
+def _list_read(nodes: Iterable[ast.stmt]) -> set[str]:
+    parts = (part for node in nodes for part in ast.walk(node))
+    return {part.id for part in parts if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Load)}
 
 
 @cache

@@ -1,5 +1,6 @@
 """From names to paths: users' Python files, grids, models, entries of folders; deletion that stays in a folder."""
 
+import glob
 import os
 import posixpath
 import re
@@ -76,6 +77,12 @@ def require_usable_name(path: Path) -> Path:
 def suggest_file(path: str, otherwise: str) -> str:
     """What to do about a file that cannot be read: the command that makes it if it is one of `MADE`, or `otherwise`."""
     return f"`{MADE[path]}` makes it" if path in MADE and not os.path.exists(path) else otherwise
+
+
+def list_files(pattern: str) -> list[Path]:
+    """The files that a path or a pattern denotes, and all files in its folders."""
+    found = [Path(path) for path in glob.glob(pattern, recursive=True)]
+    return sorted({file for path in found for file in (path, *path.rglob("*")) if file.is_file()})
 
 
 def is_hub_name(given: Path) -> bool:

@@ -6,7 +6,7 @@ import typing
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from lit_lazy.support.checked_fields import check_fields, field_types, is_part, list_types
+from lit_lazy.support.checked_fields import check_fields, field_types, is_part, item_types, list_types
 from lit_lazy.support.error_messages import UnfinishedError, describe_exception
 
 T = TypeVar("T")
@@ -80,7 +80,9 @@ def make_value(value: Any, hint: Any, make: Callable[[Any, Mapping[str, Any]], A
     hint = next((kind for kind in list_types(hint) if kind is not type(None)), hint)
     origin, parts = typing.get_origin(hint), typing.get_args(hint)
     if origin is tuple and isinstance(value, list | tuple):
-        return tuple(make_value(item, parts[0], make) for item in value)
+        return tuple(
+            make_value(item, part, make) for item, part in zip(value, item_types(parts, len(value)), strict=True)
+        )
     if not isinstance(value, Mapping):
         return value
     if origin in (Mapping, dict):

@@ -69,7 +69,7 @@ def _iter_plainer(path: str, part: Any) -> Iterator[tuple[str, Any, Any]]:
     for field in dataclasses.fields(part):
         value, default, below = getattr(part, field.name), get_default(field), f"{path}.{field.name}"
         is_part = dataclasses.is_dataclass(value)
-        if field.name in part.first_values:
+        if field.name in getattr(part, "first_values", ()):  # a user's plain dataclass has none
             continue
         if type(value) is not type(default) if is_part else value != default:
             shorter = [value[:i] + value[i + 1 :] for i in range(len(value))] if isinstance(value, tuple) else []

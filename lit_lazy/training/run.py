@@ -110,6 +110,7 @@ def run(
             known = read_finished(folder)
             require(known is None or known.key == key, "folder", str(folder), "holds the result of another config")
             if known is not None:
+                known.require_settings(to_dict(cfg))
                 return known
             write_settings(folder, key, source.fingerprint, to_dict(cfg))
             if (result := _measure_known(cfg, key, source, folder)) is not None:
@@ -139,6 +140,8 @@ def train_logged(
     missing = [kind for kind in loggers if known is None or not (folder / kind).exists()]
     with open_loggers(missing, folder, project, name, to_dict(cfg)) as others, interrupts.allow():
         file = MetricFile(folder, others)
+        if known is not None:
+            known.require_settings(to_dict(cfg))
         result = known or run(cfg, folder, logger=file, interrupts=interrupts, **options)
         for other in others:
             other.log_metrics(result.metrics, cfg.train.steps)

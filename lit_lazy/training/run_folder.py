@@ -11,7 +11,9 @@ from typing import Any
 
 from filelock import BaseFileLock, SoftFileLease, Timeout
 
-from lit_lazy.support.checked_fields import Metric, PositiveInt, check_value, require
+from lit_lazy.config.schema import RunConfig
+from lit_lazy.config.serialisation import from_dict
+from lit_lazy.support.checked_fields import Metric, PositiveInt, check_value, list_changes, require
 from lit_lazy.support.disk import guards, quarantine, write_text
 from lit_lazy.support.locks import is_held, make_file_lock, read_id
 from lit_lazy.support.names_to_paths import delete, join_name
@@ -201,6 +203,19 @@ class RunResult:
         """Versions and machine in one line, without what the commit tells: a later one is no other environment."""
         names = sorted(self.environment.keys() - {"git_sha", "lit-lazy"})
         return ", ".join(f"{name} {self.environment[name]}" for name in names)
+
+    def require_settings(self, config: Mapping[str, Any]) -> None:
+        """Raise a one-line ValueError if a result with the key of a canonical config is of other settings.
+
+        The key has no defaults, so it does not tell those that a user's class computes.
+        """
+        start = {"init_from": config["init_from"]}  # where its first weights lie does not matter
+        if self.config | start == config:
+            return
+        made, asked = (from_dict(RunConfig, settings) for settings in (self.config | start, config))
+        for path, name, old, new in list_changes(made, asked, ""):
+            problem = f"is a default that was {getattr(old, name)!r} when cell {self.key} was trained"
+            require(False, path.lstrip("."), getattr(new, name), f"{problem}; give the value where the part is made")
 
     def keep_evaluations(self, keys: Collection[str]) -> "RunResult | None":
         """The result without the metrics of other evaluations than these.

@@ -1,6 +1,7 @@
 """Keys of cells: unchanged by new options, changed by edited code, and equal for equal settings."""
 
 import dataclasses
+import enum
 import importlib
 import itertools
 import json
@@ -12,22 +13,24 @@ import typing
 from abc import ABC
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import forked
 import pytest
 
-from lit_lazy.attention import Alibi, AttentionSpec, Elastic, LearnedBias, Softmax
+from lit_lazy.attention import Alibi, AttentionSpec, Elastic, LearnedBias, Normaliser, Softmax
 from lit_lazy.config import ModelConfig, RunConfig, key, replace_at
 from lit_lazy.config.key import SCHEMA, cell_key, evaluation_key, list_changes, settings_key, training_key
 from lit_lazy.config.serialisation import find_leaf_classes, from_dict, shorten_paths, to_dict
 from lit_lazy.config.user_classes import hash_user_code, require_unedited_code
-from lit_lazy.config.user_files import load_experiment, load_module
+from lit_lazy.config.user_files import experiment, load_experiment, load_module
 from lit_lazy.data.backcopy import Backcopy
 from lit_lazy.data.recall import Recall
 from lit_lazy.grid.ablation import load_defined
 from lit_lazy.grid.question import load_ablation_or_question
 from lit_lazy.grid.search.definition import Search
 from lit_lazy.grid.stages import FirstStageMissing
+from lit_lazy.measure.evaluation import Varied
 from lit_lazy.measure.lengths import Lengths
 from lit_lazy.measure.lm_eval import LmEval
 from lit_lazy.support.names_to_paths import find, list_available
@@ -130,6 +133,15 @@ def test_evaluations_are_in_a_cells_key_and_not_in_its_trainings(tmp_path: Path)
     assert len({*before, evaluation_key(Lengths()), *map(evaluation_key, asked.evaluations)}) == 4
 
 
+def test_a_file_that_an_evaluation_reads_is_in_its_key(tmp_path: Path) -> None:
+    """By itself, by its folder, and by a pattern."""
+    (file := tmp_path / "other.txt").write_text("a")
+    asked = [Varied("validation", (str(path),)) for path in (file, tmp_path, tmp_path / "*.txt")]
+    before = [*map(evaluation_key, asked)]
+    file.write_text("bc")
+    assert {*before}.isdisjoint(map(evaluation_key, asked))
+
+
 RULE = """
 from dataclasses import dataclass
 from lit_lazy.attention import Elastic
@@ -151,7 +163,11 @@ class Times(Elastic):
         return super().build(shape)  # times FACTOR
 
     def read(self):
-        return search
+        return look()
+
+
+def look():
+    return search
 
 
 def config():
@@ -297,16 +313,9 @@ def test_one_file_is_one_module_however_it_is_reached(tmp_path: Path, monkeypatc
 
 def make_rule(scale: float) -> type:
     @dataclasses.dataclass(frozen=True)
-    class Inner(Elastic):
-        def build(self, shape):
-            return super().build(shape)
-
-    @dataclasses.dataclass(frozen=True)
     class Scaled(Elastic):
-        def build(self, shape):
-            return scale * super().build(shape)
+        tau_init: float = scale
 
-    assert hash_user_code(Inner()), "a method may call that of its base"
     return Scaled
 
 
@@ -323,11 +332,61 @@ def test_a_class_whose_source_does_not_tell_what_it_does_is_refused(mine, monkey
     exec("class Typed(Elastic):\n    def build(self, shape):\n        return None\n", names)
     with pytest.raises(ValueError, match=rf"^Typed\.build: {unread}"):
         hash_user_code(names["Typed"]())
-    with pytest.raises(ValueError, match=r"^Scaled.build: uses 'scale' of the function around .* make it a field"):
+    with pytest.raises(ValueError, match=r"^Scaled: is not what its file defines .* at the top of a file, with fields"):
         hash_user_code(make_rule(9.0)())
     mine.write_text(mine.read_text() + "\n\nclass Helper:\n    x = 1\n\n\nclass Helper:\n    x = 2\n")
     with pytest.raises(ValueError, match=r"^mine\.py: defines the class Helper twice, .*; rename one$"):
         hash_user_code(load_experiment(mine))
+
+
+class Kind(enum.Enum):
+    ONE = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Flat:
+    times: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Steep(Flat):
+    pass
+
+
+@dataclasses.dataclass(frozen=True)
+class Holds(Elastic):
+    number: int | float = 2
+    pair: tuple[float, int] = (1.0, 1)
+    anything: Any = False
+    flat: Flat = Flat()
+    parts: tuple[tuple[Normaliser, ...], ...] = ()
+
+
+def make_holder_key(**fields: Any) -> str:
+    changes = {"model.attention.normaliser": Holds(**fields)}
+    return cell_key(experiment("backcopy_tiny", changes), "x")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("anything", Kind.ONE), ("anything", Path("x")), ("anything", len), ("anything", [1, (2,)]), ("flat", Steep())],
+    ids=str,
+)
+def test_a_value_that_a_file_would_not_give_back_is_refused(field: str, value: Any) -> None:
+    """A model is made from a file: it would be another, or none, after the cell had its key."""
+    with pytest.raises(ValueError, match=rf"^Holds\.{field}=.*: would be read from a file as "):
+        make_holder_key(**{field: value})
+
+
+def test_values_that_a_file_tells_apart_have_keys_of_their_own(mine: Path) -> None:
+    """Also those that Python calls equal, and the code of parts at any depth."""
+    fields: list[dict[str, Any]] = [{}, {"number": 1}, {"number": 1.0}, {"number": 2.0}, {"pair": (2, 2)}]
+    fields += [{"anything": value} for value in (0, 0.0, -0.0, True, 1)]
+    keys = [make_holder_key(**each) for each in fields]
+    assert len({*keys}) == len(fields)
+    assert make_holder_key(pair=(2.0, 2)) == keys[4], "an int in a field of floats"
+    rule = load_experiment(mine).model.attention.normaliser
+    assert {*hash_user_code(rule)} < {*hash_user_code(Holds(parts=((rule,),)))}
 
 
 def test_classes_of_one_name_are_named_with_their_files(mine: Path) -> None:

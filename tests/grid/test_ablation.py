@@ -82,7 +82,14 @@ MALFORMED = [
     ({"common": {"seed": 3}}, "common changes seed; give seeds=(3,) instead"),
     (
         {"rows": tuple(replace(row, changes={**row.changes, LR: 0.1}) for row in ROWS), "common": {LR: 0.3}},
-        "common['train.lr'] is in every row too, which replaces it; leave it out of",
+        "common['train.lr'] is replaced in every row; leave it out of common",
+    ),
+    (
+        {
+            "rows": tuple(Row(x.name, {NORMALISER: Elastic()}, "ours") for x in ROWS),
+            "common": {NORMALISER + ".tau_init": 5.0},
+        },
+        "common['model.attention.normaliser.tau_init'] is replaced in every row; leave it out of common",
     ),
     ({"rows": (*ROWS, Row("mine", {NORMALISER: Elastic}, "ours"))}, "is the class Elastic; make one of it, Elastic(.."),
     ({"rows": (*ROWS, Row("mine", {NORMALISER: lambda _: 1 / 0}, "ours"))}, "its function failed: ZeroDivisionError: "),
@@ -165,6 +172,7 @@ def test_names_of_axes_leave_rounding_errors_out() -> None:
     names |= {float("inf"): "inf", 0.0: "0.0", 300: "300"}
     assert {value: describe_value(value) for value in names} == names
     assert describe_value(True) == "True"
+    assert describe_value(ablation) == "ablation", "a name is the same in the next process"
 
 
 def test_each_cell_has_the_axes_its_own_parts_have() -> None:

@@ -26,7 +26,8 @@ from lit_lazy.support.error_messages import BusyError
 from lit_lazy.training import execution_settings, head_monitor
 from lit_lazy.training.callbacks_and_loggers import METRICS, MetricFile, read_lines
 from lit_lazy.training.execution_settings import Execution, describe_backend
-from lit_lazy.training.run import run
+from lit_lazy.training.interrupts import Interrupts
+from lit_lazy.training.run import run, train_logged
 from lit_lazy.training.run_folder import DIAGNOSTICS, FINAL_CHECKPOINT, RESULT, RunResult
 
 LAZY = AttentionSpec(Elastic(), LearnedBias())
@@ -302,6 +303,13 @@ def test_a_finished_run_is_returned_and_not_trained_again(finished, tmp_path):
     assert (folder / "last.ckpt.damaged").exists()
     with pytest.raises(ValueError, match="holds the result of another config"):
         run(config(seed=1), folder)
+    known = RunResult.read(folder)
+    replace(known, config=known.config | {"model": known.config["model"] | {"norm_eps": 0.5}}).write(folder)
+    said = r"^model\.norm_eps=1e-06: is a default that was 0\.5 when cell \w+ was trained; give the value where"
+    with pytest.raises(ValueError, match=said):
+        run(config(), folder)
+    with pytest.raises(ValueError, match=said):
+        train_logged(config(), folder, "p", "n", interrupts=Interrupts())
     with FileLock(tmp_path / "lock"), pytest.raises(BusyError, match="another process works in"):
         run(config(), tmp_path)
 

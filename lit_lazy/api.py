@@ -303,7 +303,8 @@ def show(weights: Tensor | np.ndarray, labels: Sequence[str] = ()) -> Figure:
     require(len(labels) in (0, given.shape[-1]), "labels", f"{len(labels)} texts", fix)
     by_head = given.reshape(-1, *given.shape[-3:]) if given.ndim > 2 else given[None, None]
     layers, heads, length, _ = by_head.shape
-    places = np.array([(layer, head) for layer in range(layers) for head in range(heads)])
+    first = 0 if given.ndim == 4 else -1  # of an array of heads, whose layer and numbers are unknown
+    places = np.array([(first + layer, head) for layer in range(layers) for head in range(heads)])
     maps = {"maps/weights": by_head.reshape(-1, length, length), "maps/heads": places}
     figure = attention_maps(maps, [*map(str, labels)])
     assert figure is not None  # there are maps

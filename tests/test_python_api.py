@@ -154,7 +154,7 @@ def test_a_map_is_shown_for_each_head_with_the_texts_of_its_positions() -> None:
     heads = [f"head {head}" for head in (0, 1, 2)]
     for weights, titles in (
         (WEIGHTS, [f"layer {layer}, {head}" for layer in (0, 1) for head in heads]),
-        (torch.from_numpy(WEIGHTS[1]), [f"layer 0, {head}" for head in heads]),
+        (torch.from_numpy(WEIGHTS[1]), ["map 1", "map 2", "map 3"]),
     ):
         assert [axes.get_title() for axes in show(weights).axes if axes.get_title()] == titles
     learned = torch.from_numpy(WEIGHTS[0, 0]).double().requires_grad_()

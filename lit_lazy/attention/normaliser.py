@@ -6,9 +6,10 @@ window and mask, decoding, statistics, and memory linear in the length.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from flash_lazy import Backend, Rows, RuleWeights, Stats, Threshold, resolve_backend
 from flash_lazy.api import run
 from flash_lazy.call import Call, compute_dtype, prepare
-from flash_lazy.rules import compute_rule_weights, run_rule
+from flash_lazy.rules import HIDDEN, compute_rule_weights, run_rule
 from lit_lazy.attention.bias import BiasTerms
 from lit_lazy.attention.custom_rule_check import probe_attention, probe_weights
 from lit_lazy.attention.mixer import Drawn, LayerShape
@@ -168,9 +169,24 @@ class NormaliserModule(nn.Module, ABC):
         return self.attend_by_rule(call) if fused is None else fused.attend()
 
     def compute_weights(self, call: AttentionCall) -> RuleWeights:
-        """The weight matrix of a call, for diagnostics: `[B, H, Lq, Lk]` in memory."""
-        kernel_call = call._replace(q=self.queries(call), v=call.k, cu_seqlens=None).to_kernel()
-        return compute_rule_weights(self.weights, kernel_call, self.maps)
+        """The weight matrix of a call, for diagnostics: `[B, H, Lq, Lk]` in memory, 0 on keys of other documents."""
+        if call.cu_seqlens is None:
+            kernel_call = call._replace(q=self.queries(call), v=call.k).to_kernel()
+            return compute_rule_weights(self.weights, kernel_call, self.maps)
+        documents = [slice(*ends) for ends in pairwise(dict.fromkeys(call.cu_seqlens.tolist()))]
+        found = [NormaliserModule.compute_weights(self, _select_document(call, rows)) for rows in documents]
+
+        def join(parts: Sequence[Tensor], hidden: float) -> Tensor:
+            size = call.q.shape[2]
+            whole = parts[0].new_full((*parts[0].shape[:-2], size, size), hidden)
+            for rows, part in zip(documents, parts, strict=True):
+                whole[..., rows, rows] = part
+            return whole
+
+        n, position = (torch.cat([getattr(part.rows, name) for part in found], 2) for name in ("n", "position"))
+        rows = Rows(join([part.rows.visible for part in found], False), n, position)
+        scores, w = join([part.scores for part in found], HIDDEN), join([part.w for part in found], 0)
+        return RuleWeights(scores, w, torch.cat([part.mass for part in found], 2), rows)
 
     def compute_key_weight(self, call: AttentionCall, key: int) -> Tensor:
         """Weight of the key at 1-based position `key` for each query: `[B, H, Lq]`, in memory linear in the length.
@@ -240,6 +256,12 @@ class NormaliserModule(nn.Module, ABC):
                 probe_attention(name, trained, attend, heads, head_dim, device, dtype)
         finally:
             self.train(training)
+
+
+def _select_document(call: AttentionCall, rows: slice) -> AttentionCall:
+    q, k, v = (x[:, :, rows] for x in (call.q, call.k, call.v))
+    mask, x = (None if whole is None else whole[:, rows] for whole in (call.key_mask, call.x))
+    return call._replace(q=q, k=k, v=v, key_mask=mask, x=x, cu_seqlens=None)
 
 
 def find_lazy_threshold(normaliser: NormaliserModule) -> LazyThreshold | None:

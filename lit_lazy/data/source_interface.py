@@ -126,7 +126,7 @@ class DataSource:
     name: NonEmptyText
     vocab_size: PositiveInt
     """Number of token ids, including special ones: the size of the model's embedding."""
-    context_length: PositiveInt
+    context_length: Annotated[int, Bounds(ge=2)]
     """L: number of tokens, and of targets, per sequence."""
     fingerprint: NonEmptyText
     """Digest of the training and validation content actually used; part of a run's key."""
@@ -163,6 +163,7 @@ class DataSource:
         known = {*(self.row_contrast or ())} <= {*self.row_groups}
         require(known, "row_contrast", self.row_contrast, f"must be two of row_groups={self.row_groups}")
         check_value("watched_key", self.watched_key, Annotated[int, Bounds(ge=1, le=self.context_length)] | None)
+        require(not (self.watched_key and masked), "watched_key", self.watched_key, "needs data without place")
         oracle = self.validation.positions.get("oracle_nll")
         finite = oracle is None or bool(oracle.isfinite().all())
         require(finite, "validation: positions", "oracle_nll", "must be finite")

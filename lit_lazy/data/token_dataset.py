@@ -64,6 +64,11 @@ class TokenDataset(Dataset[Batch]):
         require(not taken, f"{name}: positions", taken, "would replace the batch's own; rename them")
         for what, x in self.positions.items():
             require(list(x.shape) == shape, f"{name}: positions[{what!r}]", list(x.shape), f"must be of shape {shape}")
+        if (place := self.positions.get("place")) is not None:
+            rises = (place[:, 1:] == 0) | (place[:, 1:] == place[:, :-1] + 1)
+            right = place.dtype == torch.int64 and not place[:, 0].any() and bool(rises.all())
+            fix = "must be int64 that begins at 0 and rises by 1, or returns to 0 where a document begins"
+            require(right, f"{name}: positions['place']", place.dtype, fix)
         require(len(tokens) > 0, name, list(tokens.shape), "must hold at least one sequence")
         # What has a check of its own is of a cache on the disk, whose digests vouch for it, and may exceed the memory.
         ranges = [block.long().aminmax() for block in tokens.split(SEQUENCES_AT_ONCE)[: 1 if self.check else None]]

@@ -218,7 +218,7 @@ def _read_curve(seed: Metrics, name: str) -> Curve:
     """The finite values of a metric, mean over layers of one that each layer has."""
     by_step: dict[int, list[float]] = {}
     for key, history in seed.items():
-        if key == name or key.startswith(f"{name}_layer_"):
+        if re.fullmatch(rf"{re.escape(name)}(_layer_\d+)?", key):
             for step, value in history:
                 by_step.setdefault(step, []).append(value)
     means = {step: fmean(values) for step, values in by_step.items()}

@@ -100,13 +100,15 @@ def save_figures(figures: Mapping[str, Figure], folder: Path) -> list[Path]:
 def average_log_bins(x: np.ndarray, values: np.ndarray, most: int = POINTS) -> tuple[np.ndarray, np.ndarray]:
     """Average `values` `[..., n]` at x = 1..n over at most `most` bins even in log x; unchanged if n <= most.
 
-    The x of a bin is the mean of its x; the first bins hold one point each.
+    The x of a bin is the mean of its x; the first bins hold one point each. NaN in values is left out.
     """
     if len(x) <= most:
         return x, values
     starts = np.unique(np.geomspace(1, len(x), most).astype(int)) - 1
     counts = np.diff(np.append(starts, len(x)))
-    return np.add.reduceat(x, starts) / counts, np.add.reduceat(values, starts, axis=-1) / counts
+    known = np.isfinite(values)
+    sums, n = (np.add.reduceat(each, starts, axis=-1, dtype=float) for each in (np.where(known, values, 0), known))
+    return np.add.reduceat(x, starts) / counts, np.divide(sums, n, out=np.full_like(sums, np.nan), where=n > 0)
 
 
 def finite_mean(values: np.ndarray, axis: int) -> np.ndarray:

@@ -88,13 +88,14 @@ def attention_maps(arrays: Arrays, labels: Sequence[str] = ()) -> Figure | None:
     colours, norm = mpl.colormaps["viridis"], LogNorm(SMALL_WEIGHT, 1)
     for i, (stack, head, matrix) in enumerate(zip(stacks, arrays["maps/heads"], weights, strict=False)):
         _draw_maps(stack, _colour_weights(matrix, colours, norm), labels)
-        stack[0].set_title(f"layer {head[0]}, head {head[1]}")
+        stack[0].set_title(f"layer {head[0]}, head {head[1]}" if head[0] >= 0 else f"map {head[1] + 1}")
         if i % columns == 0:
             for axes in stack:
                 axes.set_ylabel("query (position)")
     for axes in stacks[count:].flat:
         axes.set_axis_off()
-    figure.colorbar(ScalarMappable(norm, colours), ax=grid, extend="min", label="weight", aspect=10 * height)
+    beyond = "both" if (weights > 1).any() else "min"
+    figure.colorbar(ScalarMappable(norm, colours), ax=grid, extend=beyond, label="weight", aspect=10 * height)
     handles = [_make_legend_patch(ZERO, "exactly 0"), _make_legend_patch(HIDDEN, "hidden from the query")]
     if (weights < 0).any():
         handles.append(_make_legend_patch(to_hex(mpl.colormaps["Reds"](0.7)), "below 0, by size"))
@@ -391,7 +392,8 @@ def loss_by_length(arrays: Arrays) -> Figure | None:
     axes, *below = figure.subplots(panels, squeeze=False, sharex=True)[:, 0]
     for (length, prefix, curve), colour in zip(curves, _make_sequential_colours(len(curves)), strict=True):
         positions, values = average_log_bins(np.arange(1, length + 1), curve, most=64)
-        axes.plot(positions, values, color=colour, label=_describe_sample(arrays, prefix))
+        known = np.isfinite(values)  # not where nothing is predicted, as at every second position of MQAR
+        axes.plot(positions[known], values[known], color=colour, label=_describe_sample(arrays, prefix))
         if (streamed := _read_finite(arrays, f"{prefix}streamed/loss")) is not None:
             axes.plot(*average_log_bins(np.arange(1, length + 1), streamed, most=64), color=colour, linestyle="--")
         for key, dash in (("length/theta", "-"), ("streamed/theta", "--")) if below else ():

@@ -110,8 +110,7 @@ class AttentionMetrics(Ratios):
                     self.add(f"sink/first_key_share{suffix}", first, counted, MIN_MASS)
                 self.add(f"mass/{group}", layer.mass[selected], selected)
             if rule.can_zero and not rule.signed:
-                seen = position + 1 if attention.window is None else (position + 1).clamp(max=attention.window)
-                self.add("sparsity/zero", layer.zeros, seen[:, None].expand_as(layer.zeros))
+                self.add("sparsity/zero", layer.zeros, count_seen(attention, position).expand_as(layer.zeros))
 
     def update_watched_key(self, weights: Tensor, key: int, rows: Mapping[str, Tensor]) -> None:
         """Add a layer's weights `[B, H, L]` on the key at 1-based position `key`; rows as in `update`."""
@@ -123,6 +122,12 @@ class AttentionMetrics(Ratios):
     def compute(self) -> dict[str, float]:
         """The defined ratios by name."""
         return {name: value for name, value in super().compute().items() if not math.isnan(value)}
+
+
+def count_seen(attention: Attention, position: Tensor) -> Tensor:
+    """Keys that each row sees, `[B, 1, L]`, by its position in its document, `[B, L]` from 0."""
+    seen = (position + 1)[:, None]
+    return seen if attention.window is None else seen.clamp(max=attention.window)
 
 
 def name_groups(row_groups: Sequence[str]) -> dict[str, str]:

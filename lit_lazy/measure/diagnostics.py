@@ -367,5 +367,6 @@ def _compute_weight_maps(model: DecoderLM, tokens: Tensor, chosen: list[tuple[in
     with hook_layers(model, on_attention):
         model(tokens)
     maps = torch.stack([found[layer_and_head] for layer_and_head in chosen]).cpu().numpy()
-    # A positive weight must not underflow to 0, which means cut.
-    return np.where(maps > 0, np.maximum(maps, np.finfo(np.float16).smallest_subnormal), maps).astype(np.float16)
+    # No weight may become 0, which means cut, or infinite.
+    size = np.clip(np.abs(maps), np.finfo(np.float16).smallest_subnormal, np.finfo(np.float16).max)
+    return np.where(maps == 0, 0, np.copysign(size, maps)).astype(np.float16)

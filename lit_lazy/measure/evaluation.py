@@ -71,8 +71,9 @@ def evaluate(model: DecoderLM, source: DataSource, precision: Precision, batch_s
         measured["loss/bits_per_byte"] = measured["loss/val"] / math.log(2) / float(source.info["bytes_per_token"])
     measured |= attention.compute()
     if source.row_contrast is not None and model.attentions:
-        one, other = source.row_contrast
-        measured[f"mass/{one}_minus_{other}"] = measured[f"mass/{one}"] - measured[f"mass/{other}"]
+        one, other = (measured.get(f"mass/{group}", math.nan) for group in source.row_contrast)  # one may be empty
+        if math.isfinite(one - other):
+            measured["mass/{}_minus_{}".format(*source.row_contrast)] = one - other
     return measured | describe_learned(collect_learned(model))
 
 

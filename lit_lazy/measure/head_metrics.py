@@ -107,11 +107,13 @@ class Mass(HeadMetric):
     def update(self, summary: RowSummary) -> None:
         length = summary.mass.shape[-1]
         mass, total = summary.mass.double(), summary.total.double()
-        # Renormalised weights are w / mass; mass / total reverts that, and is 1 otherwise.
-        first = summary.first[..., 0].double() * mass / torch.where(total != 0, total, 1)
+        first = summary.first[..., 0].double()
+        if summary.renormalised:  # the weights are w / mass, which mass / total reverts
+            first = first * mass / torch.where(total != 0, total, 1)
+        seen = (summary.visible * summary.counted)[:, None]
         self.mass[:, :length] += mass.sum(0)
         self.first[:, :length] += first.sum(0)
-        self.alive[:, :length] += (mass != 0).sum(0)
+        self.alive[:, :length] += (summary.zeros < seen).sum(0)  # not by the mass: negative weights may cancel
         self.rows[:length] += summary.counted.sum(0)
 
     def compute(self) -> dict[str, Tensor]:

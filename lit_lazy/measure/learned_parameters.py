@@ -1,10 +1,13 @@
 """What attention has learned: the parameters of normalisers, biases and gates, and the curves of biases."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from lit_lazy.attention import Attention
 from lit_lazy.attention.bias import BiasTerms
 from lit_lazy.model.decoder import DecoderLM, gather_full_tensor
 
@@ -24,20 +27,38 @@ def collect_learned(model: DecoderLM) -> dict[str, Tensor]:
     """
     found: dict[str, list[Tensor]] = {}
     for layer in model.attentions:
-        parts = {"learned/": layer.normaliser, "learned/gate.": layer.gate, "bias/learned.": layer.bias}
-        for prefix, part in parts.items():
-            for name, tensor in part.state_dict(keep_vars=True).items():
-                if tensor.is_floating_point() and 0 < tensor.numel() <= MOST_NUMBERS:
-                    full = FORMER.get(prefix + name, prefix + name)
-                    found.setdefault(full, []).append(gather_full_tensor(tensor.detach()))
+        for name, tensor in _iter_learned(layer):
+            found.setdefault(name, []).append(gather_full_tensor(tensor.detach()))
     alike = [name for name, by_layer in found.items() if len({values.shape for values in by_layer}) == 1]
     return {name: torch.stack(found[name]) for name in alike if len(found[name]) == len(model.attentions)}
 
 
-def average_by_head(learned: Tensor, heads: int) -> Tensor:
-    """The means of a parameter `[layers, ...]` over what is not layers or heads: `[layers, H]`, else `[layers, 1]`."""
-    by_head = learned.dim() > 1 and learned.shape[1] == heads
-    return learned.reshape(len(learned), heads if by_head else 1, -1).mean(-1)
+def _iter_learned(layer: Attention) -> Iterator[tuple[str, Tensor]]:
+    parts = {"learned/": layer.normaliser, "learned/gate.": layer.gate, "bias/learned.": layer.bias}
+    for prefix, part in parts.items():
+        for name, tensor in part.state_dict(keep_vars=True).items():
+            if tensor.is_floating_point() and 0 < tensor.numel() <= MOST_NUMBERS:
+                yield FORMER.get(prefix + name, prefix + name), tensor
+
+
+def list_by_head(model: DecoderLM) -> set[str]:
+    """Names of the parameters whose first axis is that of the heads: it is twice as long with twice as many heads.
+
+    None where the parts take no other number of heads, which they say by a ValueError.
+    """
+    cfg = model.cfg
+    wider = replace(cfg, n_heads=2 * cfg.n_heads, n_kv_heads=2 * cfg.kv_heads, head_dim=cfg.head_width)
+    with suppress(ValueError), torch.device("meta"):
+        other = Attention(cfg.attention, wider.layer_shape(0, model.context_length), cfg.backend)
+        lengths = {name: x.shape[:1] for name, x in _iter_learned(other)}
+        one = (cfg.n_heads,), (2 * cfg.n_heads,)
+        return {name for name, x in _iter_learned(model.attentions[0]) if (x.shape[:1], lengths.get(name)) == one}
+    return set()
+
+
+def average_by_head(learned: Tensor, by_head: bool) -> Tensor:
+    """The means of a parameter `[layers, H, ...]`, or `[layers, ...]`, by head: `[layers, H]`, else `[layers, 1]`."""
+    return learned.reshape(*learned.shape[: 1 + by_head], -1).mean(-1).reshape(len(learned), -1)
 
 
 def describe_learned(learned: Mapping[str, Tensor]) -> dict[str, float]:

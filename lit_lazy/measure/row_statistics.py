@@ -46,6 +46,7 @@ class RowSummary(NamedTuple):
     thresholded: whether the normaliser has a threshold, of any value.
     can_zero: whether weights can be exactly 0, as declared by the normaliser.
     signed: whether weights can be negative.
+    renormalised: whether each row's weights were divided by their sum.
     """
 
     first: Tensor
@@ -65,6 +66,7 @@ class RowSummary(NamedTuple):
     thresholded: bool
     can_zero: bool
     signed: bool
+    renormalised: bool
 
 
 @torch.no_grad()
@@ -147,6 +149,7 @@ def _join(
         thresholded=thresholded,
         can_zero=normaliser.can_zero,
         signed=normaliser.signed,
+        renormalised=call.renormalise,
     )
 
 

@@ -208,12 +208,12 @@ def _draw_training_figures(data: _ReportData) -> dict[str, Figure]:
     """Figures of the trainings of all variants, by name; empty while no cell is complete."""
     histories = _read_histories(data)
     drawn = {"loss" + OVER_TRAINING: ablation.loss_over_training(data.table, histories)}
+    sink = {"sink" + OVER_TRAINING: ablation.sink_over_training(data.table, histories)}
     for learned in ablation.list_learned(histories):
-        drawn[shorten_learned(learned) + OVER_TRAINING] = ablation.parameter_over_training(
-            data.table, histories, learned
-        )
-    drawn["sink" + OVER_TRAINING] = ablation.sink_over_training(data.table, histories)
-    return {name: figure for name, figure in drawn.items() if figure is not None}
+        name = shorten_learned(learned) + OVER_TRAINING
+        name = f"learned.{name}" if name in drawn | sink else name  # such as of SinkLogit
+        drawn[name] = ablation.parameter_over_training(data.table, histories, learned)
+    return {name: figure for name, figure in (drawn | sink).items() if figure is not None}
 
 
 def _read_histories(data: _ReportData) -> Histories:

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from flash_lazy import Stats
 from lit_lazy.data import DataSource, compute_learned_nats
-from lit_lazy.measure.attention_metrics import AttentionMetrics
+from lit_lazy.measure.attention_metrics import AttentionMetrics, count_seen
 from lit_lazy.measure.collapse_and_sink_kinds import effective_rank, token_cosine
-from lit_lazy.measure.learned_parameters import average_by_head, collect_learned
+from lit_lazy.measure.learned_parameters import average_by_head, collect_learned, list_by_head
 from lit_lazy.model.cpu_decoder import compute_residual
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.training.callbacks_and_loggers import AtStart
@@ -93,9 +93,13 @@ class HeadMonitor(AtStart):
         if not isinstance(module, LitLM):
             return
         with module.average.swap_in():
-            attentions, learned = module.model.attentions, collect_learned(module.model)
-            if learned := {name: average_by_head(x, attentions[0].n_heads) for name, x in learned.items()}:
-                self.learned[trainer.global_step] = {name: values.cpu() for name, values in learned.items()}
+            if learned := collect_learned(module.model):
+                former = next(iter(self.learned.values()), None)  # which an earlier version may have begun
+                by_head = list_by_head(module.model)
+                if former is not None:
+                    by_head = {name for name, values in former.items() if values.shape[1] > 1}
+                means = {name: average_by_head(x, name in by_head).cpu() for name, x in learned.items()}
+                self.learned[trainer.global_step] = means
             if trainer.logger is None and trainer.world_size == 1:
                 return  # with more ranks FSDP needs all of them in the forward pass, also without a logger
             with trainer.precision_plugin.forward_context():
@@ -142,7 +146,8 @@ def measure_batch(model: DecoderLM, tokens: Tensor, place: Tensor | None = None)
     measured = {NAMES[name]: value for name, value in attention.compute().items()}
     measured["watch/cosine"] = token_cosine(last.float()).mean().item()
     measured["watch/effective_rank"] = effective_rank(last.float()).mean().item()
-    measured |= _compute_mass_metrics(stats)
+    position = torch.arange(tokens.shape[1], device=tokens.device)[None] if place is None else place
+    measured |= _compute_mass_metrics(stats, [count_seen(layer, position) for layer in model.attentions], position)
     for name, values in collect_learned(model).items():
         measured |= {f"watch/{name}_layer_{layer}": value.mean().item() for layer, value in enumerate(values)}
         if values[0].numel() > 1:  # a layer's only number is also its minimum and maximum
@@ -150,14 +155,18 @@ def measure_batch(model: DecoderLM, tokens: Tensor, place: Tensor | None = None)
     return measured
 
 
-def _compute_mass_metrics(stats: Sequence[Stats]) -> dict[str, float]:
-    """Surviving mass by layer and by quarter of the positions; shares of rows and heads without mass."""
+def _compute_mass_metrics(stats: Sequence[Stats], seen: Sequence[Tensor], position: Tensor) -> dict[str, float]:
+    """Surviving mass by layer and by quarter of the positions; shares of rows and heads whose weights are all 0.
+
+    seen: keys that each row sees, `[B or 1, 1, L]` for each layer; position `[B or 1, L]` from 0 in its document.
+    """
     if not stats:
         return {}
     mass = torch.stack([layer.mass for layer in stats]).double()  # [layers, B, H, L]
-    dead = (mass[..., 1:] == 0).all(3).all(1)  # row 1 sees one key, whose weight is 1 - tau
+    empty = torch.stack([layer.zeros >= n for layer, n in zip(stats, seen, strict=True)])
+    dead = (empty | (position == 0)[:, None]).all(3).all(1)  # a first row sees one key, whose weight is 1 - tau
     quarters = {f"watch/mass_quarter_{i}": part.mean() for i, part in enumerate(mass.tensor_split(4, -1), start=1)}
     several = enumerate(mass) if len(mass) > 1 else ()  # a single layer's mass is `watch/mass`
     found = {f"watch/mass_layer_{layer}": values.mean() for layer, values in several} | quarters
-    found |= {"watch/empty_rows": (mass == 0).double().mean(), "watch/dead_heads": dead.double().mean()}
+    found |= {"watch/empty_rows": empty.double().mean(), "watch/dead_heads": dead.double().mean()}
     return {name: value.item() for name, value in found.items() if not value.isnan()}

@@ -323,6 +323,20 @@ def test_a_first_call_in_training_counts_its_own_rows_alone():
     assert module.training
 
 
+@pytest.mark.parametrize("normaliser", [Elastic(renormalise=True), SSMax(), AffineScaled()], ids=repr)
+def test_the_weights_of_documents_are_those_of_each_alone(normaliser):
+    """Their products with the values are the output; beyond a document every key is hidden."""
+    module, (q, k, v) = normaliser.build(SHAPE), torch.randn(3, 1, SHAPE.n_heads, 9, SHAPE.head_dim).double()
+    cuts, x = torch.tensor([0, 4, 4, 9], dtype=torch.int32), torch.randn(1, 9, SHAPE.d_model).double()
+    call = AttentionCall(q, k, v, renormalise=normaliser.renormalise, x=x, cu_seqlens=cuts)
+    module = module.double().eval()
+    found = module.compute_weights(call)
+    torch.testing.assert_close(found.w @ v, module(call)[0])
+    assert not found.w[..., 4:, :4].any()
+    assert found.rows.visible[0, 0].sum(-1).tolist() == [1, 2, 3, 4, 1, 2, 3, 4, 5] == found.rows.n.flatten().tolist()
+    assert not found.rows.visible[..., 4:, :4].any()
+
+
 def test_softmax_is_not_divided_again():
     """Not even where that is asked for: its weights sum to 1, and to divide by the sum would only round."""
     q, k, v = torch.randn(3, 1, 2, 40, 16, generator=torch.Generator().manual_seed(0))

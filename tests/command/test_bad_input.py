@@ -253,6 +253,11 @@ LOADS = {
     "return but(validation=TokenDataset(NONE, {'place': NONE[:, 1:]}), row_groups=(), row_contrast=None)": (
         "positions with place=['validation']: must be those of train and validation, or neither"
     ),
+    "return but(train=TokenDataset(NONE, {'place': NONE[:, 1:] + 3}))": "positions['place']=torch.int64: must be int64",
+    "return but(train=PLACED, validation=PLACED, row_groups=(), row_contrast=None, watched_key=2)": (
+        "watched_key=2: needs data without place"
+    ),
+    "return but(context_length=1)": "context_length=1: must be a whole number of at least 2",
     "return but(validation=TokenDataset(NONE[:0]))": "must hold at least one sequence",
     "return but(train=TokenDataset(NONE, targets=NONE[:, 1:] - 1))": (
         "train: targets=[-1]: must be 0 to 16, or -100 where nothing is predicted"
@@ -268,7 +273,8 @@ LOADS = {
 def test_data_of_users(body: str, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     name = f"Mine{list(LOADS).index(body)}"  # each is known as long as the process lives
     mine = f"@dataclasses.dataclass(frozen=True)\nclass {name}(DataConfig):\n    x: int = 1\n    def load(self):\n"
-    but = "NONE = torch.zeros(64, 17).long()\ndef but(**changes): return dataclasses.replace(DATA.load(), **changes)\n"
+    but = "NONE = torch.zeros(64, 17).long()\nPLACED = TokenDataset(NONE, {'place': NONE[:, 1:]})\n"
+    but += "def but(**changes): return dataclasses.replace(DATA.load(), **changes)\n"
     (place / "e.py").write_text(f"{BASE}\n{but}\n{mine}        {body}\ndef config(): return made(data={name}())\n")
     priced = [] if LOADS[body] == MEMORY else [["train", "e.py", "--dry-run"]]  # for a machine with more memory, too
     for words in (["train", "e.py"], *priced):

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from itertools import combinations
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -33,6 +34,7 @@ from lit_lazy.figures.effects import compute_limits
 from lit_lazy.grid.search.definition import define
 from lit_lazy.measure import head_metrics, row_statistics
 from lit_lazy.measure.collapse_and_sink_kinds import BROADCAST_RANK, BROADCAST_RATIO, NO_OPERATION_RATIO
+from lit_lazy.report import ablation_page
 from lit_lazy.report.ablation_page import draw_table_figures
 from lit_lazy.report.index_and_search_pages import SearchReport
 from lit_lazy.support.names_to_paths import find
@@ -67,6 +69,15 @@ def test_nothing_is_drawn_of_nothing() -> None:
     assert effects.verdict_figure(read("table2-backcopy")) is None
 
 
+def test_a_parameter_that_is_named_as_a_figure_has_one_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = "watch/learned/sink_layer_0", "watch/first_key_weight", "val/loss", "watch/learned/loss_layer_0"
+    histories = {"softmax": [{name: [(0, 0.1), (1, 0.2)] for name in names}]}
+    monkeypatch.setattr(ablation_page, "_read_histories", lambda _: histories)
+    drawn = ablation_page._draw_training_figures(SimpleNamespace(table=make_study()))  # type: ignore[arg-type]
+    kinds = "loss", "learned.loss", "learned.sink", "sink"
+    assert [*drawn] == [f"{kind}_over_training" for kind in kinds]
+
+
 def test_what_counts_as_small_and_as_a_sink_is_what_the_metrics_say() -> None:
     own = diagnostics.SMALL_WEIGHT, diagnostics.SINK_WEIGHT, diagnostics.FIRST_KEYS
     assert own == (row_statistics.SMALL_WEIGHT, head_metrics.SINK_WEIGHT, row_statistics.FIRST_KEYS)
@@ -87,6 +98,9 @@ def test_long_lines_are_means_over_bins() -> None:
         ends.append(2 * centre - 1 - ends[-1])
     assert ends[-1] == 1000
     np.testing.assert_allclose((means[1:] * np.diff(ends)).sum(axis=1), values.sum(axis=1))
+    gaps = np.where(x % 2, np.nan, values)  # as of targets at every second position
+    assert np.isfinite(canvas.average_log_bins(x, gaps, most=50)[1][:, 9:]).all()
+    assert np.isnan(canvas.average_log_bins(x, np.full(1000, np.nan), most=50)[1]).all()
     short = canvas.average_log_bins(x[:50], values[:, :50], most=50)
     np.testing.assert_array_equal(short[1], values[:, :50])
 

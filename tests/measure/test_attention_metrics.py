@@ -27,7 +27,7 @@ from lit_lazy.attention import (
 from lit_lazy.attention.bias import BiasTerms
 from lit_lazy.config.schema import ModelConfig
 from lit_lazy.data.backcopy import Backcopy
-from lit_lazy.figures.ablation import list_learned
+from lit_lazy.figures.ablation import _read_curve, list_learned
 from lit_lazy.measure.attention_metrics import AttentionMetrics
 from lit_lazy.measure.diagnostic_arrays import Diagnostics
 from lit_lazy.measure.evaluation import evaluate
@@ -37,6 +37,7 @@ from lit_lazy.measure.learned_parameters import (
     collect_learned,
     compute_bias_curves,
     fit_alibi,
+    list_by_head,
 )
 from lit_lazy.model.decoder import DecoderLM
 from lit_lazy.table.columns import list_learned_columns
@@ -160,16 +161,18 @@ class TestLearned:
         assert found[0] == name
         assert torch.equal(found[1], values)
         assert not found[1].requires_grad
-        assert torch.equal(average_by_head(found[1], HEADS), values.reshape(LAYERS, HEADS, -1).mean(-1))
+        assert list_by_head(made) == {name}
+        assert torch.equal(average_by_head(found[1], True), values.reshape(LAYERS, HEADS, -1).mean(-1))
 
-    @pytest.mark.parametrize("shape", [(), (1,), (HEADS + 1,), (2, 2, 2)])
+    @pytest.mark.parametrize("shape", [(), (1,), (HEADS,), (HEADS + 1,), (HEADS, 2, 2)])
     def test_a_parameter_may_have_any_shape(self, shape):
         made = model()
         for i, layer in enumerate(made.attentions):
             layer.normaliser.slack = torch.nn.Parameter(torch.full(shape, float(i)))
         found = collect_learned(made)["learned/slack"]
         assert found.shape == (LAYERS, *shape)
-        assert average_by_head(found, HEADS).tolist() == [[0.0], [1.0], [2.0]]
+        assert "learned/slack" not in list_by_head(made), "it is of the layer, whatever its length"
+        assert average_by_head(found, False).tolist() == [[0.0], [1.0], [2.0]]
 
     def test_a_bias_s_parameter_has_columns_a_mean_and_a_figure_like_any_other(self):
         names = "bias/learned.slope", "learned/gate.strength", "learned/cut"
@@ -179,6 +182,10 @@ class TestLearned:
         assert [column.title for column in columns[::3]] == ["bias.slope, mean", "cut, mean", "gate.strength, mean"]
         curves = {f"watch/{name}_{of}": [(0, 2.0)] for name in (*names, "tau") for of in ("layer_0", "layer_10", "max")}
         assert list_learned({"row": [curves]}) == ["tau", *sorted(names)]
+
+    def test_a_parameter_whose_name_begins_another_s_has_its_own_curve(self):
+        seed = {f"watch/{name}_layer_0": [(0, value)] for name, value in (("gain", 1.0), ("gain_layer_scale", 9.0))}
+        assert _read_curve(seed, "watch/gain") == {0: 1.0}
 
     def test_bias_and_gate_and_what_a_checkpoint_keeps(self):
         """And nothing that not every layer has in one shape, nor many numbers, nor counts."""

@@ -1,6 +1,7 @@
 """Diagnostics of a model: equal to dense fp64 matrices for any batches, and without effect on the model."""
 
 import math
+from dataclasses import dataclass
 from statistics import NormalDist
 from unittest.mock import Mock
 
@@ -18,6 +19,8 @@ from lit_lazy.attention import (
     LearnedAbsolute,
     LearnedBias,
     NoPosition,
+    Normaliser,
+    NormaliserModule,
     OffByOne,
     Relu,
     Rope,
@@ -31,6 +34,7 @@ from lit_lazy.measure import diagnostics
 from lit_lazy.measure.attention_metrics import AttentionMetrics
 from lit_lazy.measure.diagnostic_arrays import Diagnostics
 from lit_lazy.measure.diagnostics import Maps, measure, sample_validation
+from lit_lazy.training.head_monitor import measure_batch
 from lit_lazy.training.module import LitLM
 
 T, VOCABULARY, SEQUENCES = 20, 17, 5
@@ -385,6 +389,38 @@ def test_signed_weights_have_no_shares_entropy_or_sparsity():
         assert np.isfinite(arrays[name]).all(), name
     assert not [name for name in diagnostics.scalars() if name.startswith(("entropy", "sparsity"))]
     assert (arrays["maps/weights"] < 0).any()
+
+
+class Cancelling(NormaliserModule):
+    """From row 3 on, a weight on the own key and its opposite on the first, of sizes that float16 cannot hold."""
+
+    signed = can_zero = True
+
+    def weights(self, scores, rows):
+        size = torch.where(rows.position % 2 == 0, 1e-9, 1e6) * (rows.position > 2)
+        w = size * ((rows.distance == 0).to(scores.dtype) - (rows.distance == rows.position - 1).to(scores.dtype))
+        return w.to(scores.dtype).expand_as(scores) * rows.visible
+
+
+@dataclass(frozen=True)
+class OwnCancelling(Normaliser):
+    def build(self, shape):  # noqa: ARG002
+        return Cancelling()
+
+
+def test_weights_that_cancel_are_weights():
+    """Neither a row nor a head is empty by its sum, and a map shows whatever is not 0."""
+    model, ratios, diagnostics = measure_rule(OwnCancelling())
+    arrays, length = diagnostics.arrays, model.context_length
+    np.testing.assert_allclose(arrays["mass/empty_rows"], 2 / length)
+    assert not arrays["mass/dead"].any()
+    np.testing.assert_allclose(arrays["mass/first_key"][..., 2:4], [[[-1e6, -1e-9]] * 4] * 2, rtol=1e-5)
+    assert np.isfinite(shown := arrays["maps/weights"][:, 2:, 0]).all()
+    assert (shown < 0).all()
+    assert "watch/empty_rows" not in ratios
+    found = measure_batch(model, draw()["tokens"])
+    assert found["watch/empty_rows"] == pytest.approx(2 / length)
+    assert found["watch/dead_heads"] == 0
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from lit_lazy.attention import AttentionSpec, Elastic, Eviction, LearnedAbsolute
 from lit_lazy.config.evaluation import Evaluation
 from lit_lazy.config.key import cell_key, evaluation_key
 from lit_lazy.config.user_files import experiment
+from lit_lazy.data import TokenDataset
 from lit_lazy.data.backcopy import Backcopy
 from lit_lazy.data.stdlib import Stdlib
 from lit_lazy.measure.costs import Costs
@@ -93,6 +94,17 @@ def test_streaming_compares_the_same_tokens(length, n_held):
             expected |= {f"{name}/loss": loss, f"{name}/loss_excess": loss - whole}
             assert loss != whole
     assert found == pytest.approx(expected)
+
+
+def test_a_contrast_with_a_group_without_rows_is_undefined():
+    source = TINY.data.load()
+    none = torch.zeros(len(source.validation), source.context_length, dtype=torch.bool)
+    validation = TokenDataset(source.validation.sequences, {"none": none, "every": ~none})
+    groups = "none", "every"
+    source = dataclasses.replace(source, validation=validation, row_groups=groups, row_contrast=groups)
+    model = DecoderLM(TINY.model, source.vocab_size, source.context_length, seed=0)
+    found = evaluate(model, source, "fp32", 8)
+    assert {name for name in found if name.startswith("mass/")} == {"mass/every"}
 
 
 def test_varied_data_are_evaluated_as_the_usual_ones(result):

@@ -28,8 +28,9 @@ class MyMetric(Evaluation):
             w = attention.normaliser.compute_weights(call).w  # [B, H, L, L]
             found.append(w.diagonal(dim1=-2, dim2=-1).mean())
 
+        batch = {name: x.to(model.device) for name, x in batch.items()}
         with torch.no_grad(), evaluation_mode(model), hook_layers(model, on_attention):
-            model(batch["tokens"].to(model.device))
+            model(batch["tokens"], place=batch.get("place"))  # of documents: then B = 1 and L holds all of them
         return {"my_metric/own_key": torch.stack(found).mean().item()}
 
 

@@ -166,9 +166,15 @@ def test_a_map_is_shown_for_each_head_with_the_texts_of_its_positions() -> None:
 
 def test_results_on_several_experiments_are_listed(tmp_path: Path) -> None:
     for name in ("other-backcopy", "table2-backcopy", "table2-backcopy_tiny"):
-        MadeGrid(tmp_path, name=name)
+        MadeGrid(tmp_path, name=name).change_plan(ablation=name.partition("-")[0])
     with pytest.raises(ValueError, match=r"^results='table2': .* has several; give one of table2-.*, table2-\w+$"):
         results("table2", tmp_path)
+
+
+def test_an_ablation_whose_name_begins_alike_is_another(tmp_path: Path) -> None:
+    MadeGrid(tmp_path, name="mine-long-backcopy").change_plan(ablation="mine-long")
+    with pytest.raises(ValueError, match=r"^results='mine': .* holds no such ablation"):
+        results("mine", tmp_path)
 
 
 def test_a_file_may_be_edited_while_it_is_trained(tmp_path, runs, monkeypatch, caplog) -> None:

@@ -126,7 +126,7 @@ def open_grid_folder(options: argparse.Namespace) -> "GridFolder":
     if name in known and options.base:
         raise ValueError(f"--base {options.base!r}: {name!r} names its experiment already; leave --base out")
     if name not in known:
-        name = _name_grid(name, options.base, known)
+        name = _name_grid(name, options.base, where, known)
     if name not in known:
         listed = ", ".join(find_grids(name, known) or known) or "none"
         problem = f"{where} holds no such grid{did_you_mean(name, known)}; it has {listed}"
@@ -134,16 +134,17 @@ def open_grid_folder(options: argparse.Namespace) -> "GridFolder":
     return read_grid(where / name)
 
 
-def _name_grid(name: str, base: str | None, known: Collection[str]) -> str:
+def _name_grid(name: str, base: str | None, runs: Path, known: Collection[str]) -> str:
     """The grid of an ablation's name or file on an experiment, by default its own; of another name, its only grid."""
     if base and (asked := f"{name}-{Path(base).stem}") in known:  # without importing the ablation, and torch with it
         return asked
+    from lit_lazy.grid.grid_folder import find_grids_of
     from lit_lazy.grid.question import load_ablation_or_question
 
     if name in list_available("ablations") or name.endswith(".py"):
         ablation, _ = load_ablation_or_question(find("ablations", name))
         return f"{ablation.name}-{Path(base or ablation.base).stem}"
-    same = find_grids(name, known)
+    same = find_grids_of(name, runs)
     return same[0] if len(same) == 1 and base is None else name
 
 

@@ -248,7 +248,8 @@ def _draw_over_training(title: str, metrics: Mapping[str, str], histories: Histo
     panels = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).ravel()
     looks = dict(zip(metrics, LOOKS, strict=False))
     colours = Colours(table, variants)
-    on_log_scale = "val/excess" in metrics.values()
+    values = (value for lines in curves.values() for seeds in lines.values() for c in seeds for value in c.values())
+    on_log_scale = "val/excess" in metrics.values() and min(values) > 0  # a measured excess may be below 0
     panels[0].set_yscale("log" if on_log_scale else "linear")
     for axes in panels:
         axes.autoscale(False)  # each band would fit all panels anew

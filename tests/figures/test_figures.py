@@ -78,6 +78,17 @@ def test_a_parameter_that_is_named_as_a_figure_has_one_of_its_own(monkeypatch: p
     assert [*drawn] == [f"{kind}_over_training" for kind in kinds]
 
 
+@pytest.mark.parametrize(("last", "scale"), [(0.01, "log"), (-0.002, "linear")])
+def test_an_excess_below_0_is_on_the_axis(last: float, scale: str) -> None:
+    histories = {"softmax": [{"val/excess": [(0, 2.0), (4, last)], "val/loss": [(0, 3.0), (4, 1.0)]}]}
+    figure = ablation.loss_over_training(make_study(), histories)
+    assert figure is not None
+    axes = figure.axes[0]
+    assert axes.get_yscale() == scale
+    low, high = axes.get_ylim()
+    assert low <= last < 2.0 <= high
+
+
 def test_what_counts_as_small_and_as_a_sink_is_what_the_metrics_say() -> None:
     own = diagnostics.SMALL_WEIGHT, diagnostics.SINK_WEIGHT, diagnostics.FIRST_KEYS
     assert own == (row_statistics.SMALL_WEIGHT, head_metrics.SINK_WEIGHT, row_statistics.FIRST_KEYS)

@@ -93,12 +93,17 @@ class Row:
         return replace_at(base, {path: _resolve_value(path, value, base) for path, value in self.changes.items()})
 
 
+def _is_function(value: Any) -> bool:
+    """Whether a change is computed from the base: a part may have `__call__` too."""
+    return callable(value) and not is_dataclass(value)
+
+
 def _resolve_value(path: str, value: Any, base: RunConfig) -> Any:
     """The value of a change, after calling a function. Raises a one-line ValueError if the value is unusable."""
     if isinstance(value, type):
         raise ValueError(f"{path}: is the class {value.__name__}; make one of it, {value.__name__}(...)")
     try:
-        return value(base) if callable(value) else value
+        return value(base) if _is_function(value) else value
     except ValueError:
         raise
     except Exception as error:
@@ -156,7 +161,7 @@ class Ablation:
         for what, changes in [("common", self.common), *((f"row {row.name!r}", row.changes) for row in self.all_rows)]:
             if "seed" in changes:
                 raise ValueError(f"{what} changes seed; give seeds=({changes['seed']},) instead")
-        replaced = [[path for path, value in row.changes.items() if not callable(value)] for row in self.all_rows]
+        replaced = [[path for path, value in row.changes.items() if not _is_function(value)] for row in self.all_rows]
         for path in self.common:
             if all(any(f"{path}.".startswith(f"{given}.") for given in paths) for paths in replaced):
                 raise ValueError(f"common[{path!r}] is replaced in every row; leave it out of common")

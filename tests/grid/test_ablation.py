@@ -5,7 +5,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 
@@ -108,6 +108,17 @@ def test_a_common_setting_may_be_replaced_by_some_rows_and_used_by_others() -> N
     ablation(rows=rows, baseline="slow", common={LR: 0.3})
     double = Row("double", {LR: lambda base: 2 * base.train.lr}, "ours")
     ablation(rows=(rows[0], double), baseline="slow", common={LR: 0.3})
+
+
+@dataclass(frozen=True)
+class Called(Elastic):
+    def __call__(self, base: object) -> object:
+        raise AssertionError(base)
+
+
+def test_a_part_that_can_be_called_is_a_part() -> None:
+    made = Row("called", {NORMALISER: Called()}, "ours").apply_to(experiment("backcopy_tiny"))
+    assert made.model.attention.normaliser == Called()
 
 
 def test_twenty_thousand_points_are_made_in_linear_time() -> None:

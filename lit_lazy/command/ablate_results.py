@@ -178,13 +178,13 @@ def ablate_pack(options: argparse.Namespace, _rest: list[str]) -> int:
 
 
 def ablate_rates(options: argparse.Namespace, _rest: list[str]) -> int:
+    from lit_lazy.grid.grid_folder import read_current_table
     from lit_lazy.grid.stages import RATES, save_best_rates
-    from lit_lazy.table.build import read_table
 
-    tables = {place.resolve().name: read_table(place / TABLE) for place in options.folders}
+    tables = {place.resolve().name: read_current_table(place) for place in options.folders}
     for name, table in tables.items():
-        rates = save_best_rates(table, name)
-        print(f"{RATES}: {name}: {', '.join(f'{row} {rate:g}' for row, rate in rates.items())}")
+        best = save_best_rates(table, name)
+        print(f"{RATES}: {name}: {', '.join(f'{row} {rate:g}{edge}' for row, (rate, edge) in best.items())}")
     return 0
 
 

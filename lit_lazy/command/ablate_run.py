@@ -185,6 +185,8 @@ def ablate_run(options: argparse.Namespace, overrides: list[str]) -> int:
     from lit_lazy.grid.mlflow_mirror import GridMirror, follow
     from lit_lazy.grid.run import run_grid
     from lit_lazy.grid.work_records import LaunchOptions
+    from lit_lazy.table.declaration import Look
+    from lit_lazy.table.verdict import describe_missing
 
     check_destinations(options)
     console = plain_console()
@@ -195,8 +197,14 @@ def ablate_run(options: argparse.Namespace, overrides: list[str]) -> int:
             keep = options.keep_checkpoint
             launch = LaunchOptions(workers, keep_checkpoints=keep, gpus=gpus, execution=execution, until=until, **given)
             table, finished, executed = run_grid(grid, launch, console)
-            made = int(executed)
+            made, former = int(executed), tuple[Look, ...]()
             while request.looks and finished and find_next_look(table, options.looks, made):
+                assert table.declaration
+                assert table.verdict
+                if former == table.verdict.looks:  # all cells of the next look are there, but not all outcomes
+                    console.print(describe_missing(table.declaration, table.outcomes, former), highlight=False)
+                    break
+                former = table.verdict.looks
                 grid = make_grid(options, request.at_look(table.verdict))
                 console.print(describe_next_look(table, grid, workers), highlight=False, soft_wrap=True)
                 table, finished, executed = run_grid(grid, replace(launch, fresh=False), console)

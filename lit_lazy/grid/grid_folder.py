@@ -13,6 +13,7 @@ from lit_lazy.grid.grid_table import build_grid_table
 from lit_lazy.grid.plan import PLAN, Plan
 from lit_lazy.support.error_messages import one_line, sanitise
 from lit_lazy.support.names_to_paths import find_grids
+from lit_lazy.table.build import TABLE, read_table
 from lit_lazy.table.results_table import Table
 from lit_lazy.training.run_folder import CELLS, locate_cell
 
@@ -83,6 +84,12 @@ def read_grid(folder: Path) -> GridFolder:
     if grid is None:
         raise ValueError(f"{str(folder)!r}: has no {PLAN}; `lit-lazy ablate run` makes it")
     return grid
+
+
+def read_current_table(folder: Path) -> Table:
+    """The table of a grid's cells as they are, which its file may be behind; of a folder without a plan the file's."""
+    grid = GridFolder.read(folder)
+    return read_table(folder / TABLE) if grid is None else grid.build_table()
 
 
 def list_grids(runs: Path) -> list[str]:

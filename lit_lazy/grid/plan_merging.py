@@ -181,18 +181,19 @@ def _set_aside(former: Plan, changes: Mapping[str, str], now: Plan, finished: Co
     unchanged = {row.variant for row in former.rows} - changes.keys()
     for variant in now.keys.keys() - unchanged:
         names[name_version(variant, now.definitions.get(variant, ""))] = variant
+    asked = {key for by_seed in now.keys.values() for key in by_seed.values()}  # also under another row's name
     rows: dict[str, RowInfo] = {}
     keys, axis_values, replaced = {}, {}, {}
     for row in former.rows:
         known, name = former.get_keys(row), names.get(row.variant, row.variant)
-        if row.variant in changes and name != row.variant:
-            known = {seed: key for seed, key in known.items() if key in finished}
-            if not known:
+        is_new = row.variant in changes and name != row.variant
+        if is_new or (row.variant in former.replaced and name == row.variant):
+            here = {seed: key for seed, key in known.items() if not is_new or key in finished}
+            if not (known := {seed: key for seed, key in here.items() if key not in asked}):
                 continue
-            row = add_note(replace(row, seeds=tuple(sorted(map(int, known)))), f"before {changes[row.variant]}")
-            replaced[name] = row.variant
-        elif row.variant in former.replaced and name == row.variant:
-            replaced[name] = former.replaced[name]
+            row = replace(row, seeds=tuple(sorted(map(int, known))))
+            replaced[name] = row.variant if is_new else former.replaced[name]
+            row = add_note(row, f"before {changes[row.variant]}") if is_new else row
         rows[name] = replace(row, variant=name)
         keys[name], axis_values[name] = known, former.axis_values.get(row.variant, {})
     return replace(former, rows=tuple(rows.values()), keys=keys, axis_values=axis_values, replaced=replaced)

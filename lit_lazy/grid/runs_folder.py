@@ -1,5 +1,6 @@
 """What a runs folder holds, what of it can go, and its removal from disk and MLflow."""
 
+import json
 import os
 from collections import Counter
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from lit_lazy.grid.cell_state import State, read_state
 from lit_lazy.grid.grid_folder import ASIDE, GridFolder
 from lit_lazy.grid.plan import PLAN
 from lit_lazy.grid.run import find_users
+from lit_lazy.grid.search.definition import DEFINITION
 from lit_lazy.support.disk import find_leftovers, measure_bytes, remove_unused
 from lit_lazy.support.error_messages import did_you_mean
 from lit_lazy.support.names_to_paths import delete, find_grids, is_entry_name, join_name, require_deletable
@@ -25,6 +27,7 @@ from lit_lazy.training.run_folder import (
     hold,
     is_locked,
     keep_quarantined,
+    read_settings,
 )
 
 TRAINING, SEARCH, DIAGNOSIS = "train-", "search-", "diagnose-"
@@ -210,7 +213,12 @@ class RunsFolder:
         cells = [cell for entry in self.entries.values() if entry.grid is not None for cell in entry.grid.cells]
         unfinished = [cell for cell in cells if cell.status != "complete"]
         models = models and all(cell.settings for cell in unfinished)  # one that has not begun does not tell its start
-        starts = {Path(str(cell.settings.get("init_from"))).resolve() for cell in unfinished}
+        known = [entry for entry in self.entries.values() if entry.kind != "other"]
+        asked = [read_settings(run) for entry in known for run in entry.run_folders if not (run / RESULT).exists()]
+        searches = [file for entry in known if (file := entry.folder / DEFINITION).exists()]
+        asked += [cell.settings for cell in unfinished]
+        asked += [json.loads(file.read_bytes())["base"] for file in searches]
+        starts = {Path(str(settings.get("init_from"))).resolve() for settings in asked}
         found: dict[Path, str] = {}
         for entry in self.entries.values():
             for run in entry.run_folders if entry.kind != "other" else ():

@@ -3,12 +3,12 @@
 All functions are pure in the declaration and the values of a table, so table.json is enough to compute a verdict.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
 from lit_lazy.table.columns import Column
-from lit_lazy.table.declaration import BY_STATEMENT, Declaration, Finding, Verdict
+from lit_lazy.table.declaration import BY_STATEMENT, Declaration, Finding, Look, Verdict
 from lit_lazy.table.sequential_looks import (
     ALPHA,
     Failures,
@@ -55,23 +55,23 @@ def judge(declaration: Declaration, column: Column, outcomes: Outcomes, failures
     return replace(verdict, sentence=text)
 
 
-def describe_missing(declaration: Declaration, outcomes: Outcomes) -> str:
-    """Describe what an absent verdict still needs. outcomes: {} if no cell has measured any."""
+def describe_missing(declaration: Declaration, outcomes: Outcomes, looks: Sequence[Look] = ()) -> str:
+    """Describe what the look after `looks` still needs. outcomes: {} if no cell has measured any."""
     if not outcomes:
         return f"No cell has measured its primary outcome, {declaration.primary}."
-    missing = find_missing_seeds(declaration, outcomes)
+    missing = find_missing_seeds(declaration, outcomes, looks)
     row, seeds = next(iter(missing.items()))
     others = f" ({len(missing)} rows lack some)" if len(missing) > 1 else ""
-    needed = declaration.looks[0]
-    return f"Its first look needs each of {needed} seeds: {row} lacks {', '.join(map(str, seeds))}{others}."
+    needed, which = declaration.looks[len(looks)], f"Look {len(looks) + 1}" if looks else "Its first look"
+    return f"{which} needs each of {needed} seeds: {row} lacks {', '.join(map(str, seeds))}{others}."
 
 
-def find_missing_seeds(declaration: Declaration, outcomes: Outcomes) -> dict[str, list[int]]:
-    """Seeds without a primary outcome, by row, that the first look needs."""
-    seeds = declaration.seeds[: declaration.looks[0]]
-    lacking = {
-        row: [seed for seed in seeds if seed not in outcomes.get(row, {})] for row in find_open_rows(declaration, ())
-    }
+def find_missing_seeds(
+    declaration: Declaration, outcomes: Outcomes, looks: Sequence[Look] = ()
+) -> dict[str, list[int]]:
+    """Seeds without a primary outcome, by row, that the look after `looks` needs."""
+    seeds, rows = declaration.seeds[: declaration.looks[len(looks)]], find_open_rows(declaration, looks)
+    lacking = {row: [seed for seed in seeds if seed not in outcomes.get(row, {})] for row in rows}
     return {row: seeds for row, seeds in lacking.items() if seeds}
 
 

@@ -228,6 +228,17 @@ def test_a_model_that_an_unfinished_cell_starts_from_stays(runs: Path, capsys: p
     assert main(["runs", "gc", "--models", "--yes"]) == 0
     assert first.exists()
     assert [path.exists() for path in others] == [True, False, False]  # the cell's own is of no finished one
+    (unfinished / "cell.json").write_text(json.dumps(settings | {"config": settings["config"] | {"init_from": None}}))
+    others[1].touch()
+    (training := runs / "train-backcopy_tiny" / "begun").mkdir()
+    (training / "cell.json").write_text(json.dumps(settings))
+    assert main(["runs", "gc", "--models", "--yes"]) == 0
+    assert (first.exists(), others[1].exists()) == (True, False), "that of a training"
+    shutil.rmtree(training)
+    (runs / "search-x" / "cells").mkdir(parents=True)
+    (runs / "search-x" / "search.json").write_text(json.dumps({"base": settings["config"]}))
+    assert main(["runs", "gc", "--models", "--yes"]) == 0
+    assert first.exists(), "that of a search"
     shutil.rmtree(unfinished)  # a cell waits whose start is unknown
     others[1].touch()
     assert main(["runs", "gc", "--models", "--yes"]) == 0

@@ -163,6 +163,18 @@ def test_a_changed_row_trains_anew_beside_its_finished_cells() -> None:
     assert list(describe(none)) == SHOWN, "what was not finished is no result"
 
 
+def test_cells_that_another_row_asks_for_now_are_that_row_s() -> None:
+    """One cell in two rows would be twice in the table, and once in MLflow and packs."""
+    infos, own = (*EDITED.rows, replace(EDITED.rows[0], variant="new")), EDITED.keys | {"new": {"1": "k1"}}
+    now = replace(EDITED, rows=infos, keys=own, definitions=EDITED.definitions | {"new": "a"})
+    merged = merge(now, BEGUN, [*SHOWN, "new"], lambda _: "its code changed", {"k0", "k1", "k2"})
+    assert merged.keys["lazy (version a)"] == {"0": "k0"}
+    assert merged.keys["new"] == {"1": "k1"}
+    aside = merge(EDITED, BEGUN, SHOWN, lambda _: "its code changed", {"k1", "k2"})
+    later = merge(now, aside, [*SHOWN, "new"], str, {"k1", "k2"})
+    assert [row.variant for row in later.rows] == ["lazy", "softmax", "new"], "nothing is left of the former version"
+
+
 def test_an_edit_that_was_undone_has_its_first_cells_again() -> None:
     edited = merge(EDITED, BEGUN, SHOWN, str, {"k0", "k1", "k2"})
     undone = merge(BEGUN, edited, SHOWN, lambda _: "its code changed", {"k0", "k1", "k2", "n0"})

@@ -392,6 +392,16 @@ def test_only_rows_with_an_open_contrast_go_on_and_a_resumed_question_equals_it(
     again, printed = run(capsys, question, runs / "parts")
     assert again.verdict == whole.verdict
     assert "nothing to do" in printed
+    (cell,) = (
+        cell
+        for cell in read_grid(runs / "parts" / "q_mine-backcopy_tiny").cells
+        if cell.seed == 6 and cell.variant == "kept"
+    )
+    metrics = {name: value for name, value in cell.result.metrics.items() if name != whole.declaration.primary}
+    replace(cell.result, metrics=metrics).write(cell.folder)
+    again, printed = run(capsys, question, runs / "parts", "--looks", "3")
+    assert len(again.verdict.looks) == 1
+    assert printed.count("Look 2 needs each of 4 seeds: kept lacks 6.") == 1, "it ends"
 
 
 def check_next_look(table: Table) -> None:

@@ -3,6 +3,7 @@
 import json
 import lzma
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import first_stage
 import pytest
 from first_stage import use_stand_in
+from made_grid import MadeGrid
 
 from lit_lazy.command import ablate_questions_search
 from lit_lazy.command.main import main
@@ -87,6 +89,43 @@ def test_a_search_is_written_where_second_stages_read_it(tmp_path, monkeypatch, 
     (tmp_path / "ablations" / "rates.json").write_text("[")
     with pytest.raises(ValueError, match=r"rates\.json: is no table of rates \(Expecting value"):
         find_best_rates("search-b")
+
+
+def build(values: Mapping[str, Mapping[int, float | None]]) -> Table:
+    """A search with these outcomes by row and seed; None for an undefined one."""
+    infos = [RowInfo(row, "ours", tuple(seeds), "b") for row, seeds in values.items()]
+    cells = [
+        Observation(row, seed, "complete", {} if loss is None else {"loss": loss})
+        for row, seeds in values.items()
+        for seed, loss in seeds.items()
+    ]
+    return build_table(TableSpec("search", "b", infos[0].variant, infos, [LOSS], [], "make", primary=["loss"]), cells)
+
+
+def test_rates_are_compared_on_the_same_seeds() -> None:
+    """More seeds of one rate make its mean another; a rate that is undefined in a seed has none."""
+    more = {"a at 0.001": {0: 1.0, 1: 1.0}, "a at 0.003": {0: 0.9, 1: 0.9, 2: 2.0}}
+    with pytest.raises(
+        ValueError, match=r"^search: row='a at 0\.003': has other seeds than 'a' at another rate; train"
+    ):
+        choose_best_rates(build(more))
+    assert choose_best_rates(build(more | {"a at 0.003": {0: 0.9, 1: None}})) == {"a": 0.001}
+    for rate in ("home", "nan", "-1", "inf"):
+        with pytest.raises(ValueError, match=rf"row='a at {rate}': names no rate, such as"):
+            choose_best_rates(build({f"a at {rate}": {0: 1.0}}))
+
+
+def test_rates_are_those_of_the_cells_and_an_edge_is_said(tmp_path, monkeypatch, capsys) -> None:
+    """A command that was interrupted has not written its table yet."""
+    monkeypatch.chdir(tmp_path)
+    made = MadeGrid(tmp_path, rows=("a at 0.001", "a at 0.003", "a at 0.01"))
+    made.change_plan(columns=(LOSS,), primary=("loss",))
+    for row, loss in zip(made.plan.rows, (3.0, 2.0, 1.0), strict=True):
+        for seed in (0, 1):
+            made.finish(row.variant, seed, {"loss": loss})
+    (made.folder / "table.json").write_text(json.dumps(build({"a at 0.003": {0: 1.0}}).to_json()))
+    assert main(["ablate", "rates", str(made.folder)]) == 0
+    assert "made: a 0.01 (the highest of 3: a better one may lie beyond)\n" in capsys.readouterr().out
 
 
 def test_a_table_without_a_best_rate_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -175,6 +175,8 @@ def test_an_ablation_whose_name_begins_alike_is_another(tmp_path: Path) -> None:
     MadeGrid(tmp_path, name="mine-long-backcopy").change_plan(ablation="mine-long")
     with pytest.raises(ValueError, match=r"^results='mine': .* holds no such ablation"):
         results("mine", tmp_path)
+    for name, status in (("mine", 2), ("mine-long", 0)):
+        assert main(["runs", "rm", name, "--runs", str(tmp_path)]) == status
 
 
 def test_a_file_may_be_edited_while_it_is_trained(tmp_path, runs, monkeypatch, caplog) -> None:

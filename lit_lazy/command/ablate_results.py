@@ -156,7 +156,9 @@ def find_table(name: str, runs: Path) -> Path | str:
     if ":" in name:
         return name if name.endswith(".json") else f"{name.rstrip('/')}/{TABLE}"
     known = {file.parent.name: file for file in sorted(runs.glob(f"*/{TABLE}"))}
-    same = [grid for grid in find_grids(name, known) if json.loads(known[grid].read_text())["ablation"] == name]
+    same = find_grids(name, known)
+    with explain(f"{name!r}: tables of {', '.join(same)}", "are damaged; give a folder", ValueError, LookupError):
+        same = [grid for grid in same if json.loads(known[grid].read_text())["ablation"] == name]
     if len(same) == 1:
         return known[same[0]]
     problem = "names several tables" if same else f"no such table{did_you_mean(name, known)}"

@@ -26,7 +26,7 @@ from lit_lazy.config.serialisation import (
     shorten_paths,
     to_dict,
 )
-from lit_lazy.config.user_classes import has_user_classes, hash_user_code
+from lit_lazy.config.user_classes import hash_user_code
 from lit_lazy.support.disk import open_file
 from lit_lazy.support.error_messages import describe_exception, explain
 from lit_lazy.support.names_to_paths import suggest_file
@@ -58,9 +58,10 @@ def evaluation_key(evaluation: Evaluation) -> str:
 
 
 def _describe(settings: RunConfig | Evaluation) -> dict[str, Any]:
-    if has_user_classes(settings):
+    code = hash_user_code(settings)
+    if code:
         require_restorable(settings, Evaluation if isinstance(settings, Evaluation) else RunConfig)
-    return {"schema": SCHEMA, "config": to_dict(settings, minimal=True), "code": hash_user_code(settings)}
+    return {"schema": SCHEMA, "config": to_dict(settings, minimal=True), "code": code}
 
 
 def _hash_files(evaluations: Sequence[Evaluation]) -> list[str]:

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from lit_lazy.support.checked_fields import check_value, field_types, item_types, list_types
-from lit_lazy.support.error_messages import did_you_mean, short_repr
+from lit_lazy.support.error_messages import did_you_mean, explain, short_repr
 from lit_lazy.support.stored_records import make_value
 
 T = TypeVar("T")
@@ -121,7 +121,9 @@ def require_restorable(settings: Any, cls: type) -> None:
 
     cls: the annotated type of the settings, as for `from_dict`.
     """
-    read = from_dict(cls, json.loads(json.dumps(to_dict(settings), default=str, skipkeys=True)))
+    problem = f"{type(settings).__name__}: cannot be made from its fields"
+    with explain(problem, "give each init=True and a type that its class takes", TypeError):
+        read = from_dict(cls, json.loads(json.dumps(to_dict(settings), default=str, skipkeys=True)))
     for path, value, other in _iter_changed(settings, read, ""):
         fix = "use numbers, texts, tuples, or classes below an ABC, which are found by their names"
         raise ValueError(f"{path}={short_repr(value)}: would be read from a file as {short_repr(other)}; {fix}")
@@ -131,6 +133,9 @@ def _iter_changed(value: Any, read: Any, path: str) -> Iterator[tuple[str, Any, 
     if dataclasses.is_dataclass(value) and type(value) is type(read):
         for name in (field.name for field in dataclasses.fields(value)):
             yield from _iter_changed(getattr(value, name), getattr(read, name), f"{type(value).__name__}.{name}")
+    elif isinstance(value, list | tuple) and isinstance(read, list | tuple) and len(value) == len(read):
+        for part, other in zip(value, read, strict=True):
+            yield from _iter_changed(part, other, path)
     elif (type(value) is not type(read) and not isinstance(value, numbers.Real)) or value != read:
         yield path, value, read
 

@@ -100,7 +100,7 @@ def save_figures(figures: Mapping[str, Figure], folder: Path) -> list[Path]:
 def average_log_bins(x: np.ndarray, values: np.ndarray, most: int = POINTS) -> tuple[np.ndarray, np.ndarray]:
     """Average `values` `[..., n]` at x = 1..n over at most `most` bins even in log x; unchanged if n <= most.
 
-    The x of a bin is the mean of its x; the first bins hold one point each. NaN in values is left out.
+    The x of a bin is the mean of its x; the first bins hold one point each. Values that are not finite are left out.
     """
     if len(x) <= most:
         return x, values

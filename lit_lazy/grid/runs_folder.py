@@ -134,7 +134,8 @@ class RunsFolder:
         if name in self.entries and name not in known:
             raise ValueError(f"{name!r}: is no ablation, search, training or diagnosis; remove the folder yourself")
         ablations = [one for one in known if self.entries[one].kind == "ablation" and ASIDE not in one]
-        same = [name] if name in known else find_grids(name, ablations)
+        grids = [(one, self.entries[one].grid) for one in find_grids(name, ablations)]
+        same = [name] if name in known else [one for one, grid in grids if grid and grid.plan.ablation == name]
         if len(same) == 1:
             return self.entries[same[0]]
         listed = ", ".join(same or known) or "none"

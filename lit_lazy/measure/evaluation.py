@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -177,8 +178,9 @@ class Varied(Evaluation):
             self._load_source(model, data, value)
 
     def files(self) -> list[Path]:
-        """Those that a value names, as a path, a folder or a pattern."""
-        return [file for value in self.values if isinstance(value, str) for file in list_files(value)]
+        """Those that a value names as a path, a folder or a pattern, which have a slash, a star or a suffix."""
+        paths = [value for value in self.values if isinstance(value, str) and re.search(r"[/*]|\w\.\w", value)]
+        return [file for path in paths for file in list_files(path)]
 
     def measure(self, model: DecoderLM, data: DataConfig) -> dict[str, float]:
         """`pairs_64/loss/val` and so on: every metric of `evaluate`, prefixed with the field and its value."""

@@ -1,13 +1,12 @@
 """What attention has learned: the parameters of normalisers, biases and gates, and the curves of biases."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from lit_lazy.attention import Attention
 from lit_lazy.attention.bias import BiasTerms
 from lit_lazy.model.decoder import DecoderLM, gather_full_tensor
 
@@ -27,16 +26,16 @@ def collect_learned(model: DecoderLM) -> dict[str, Tensor]:
     """
     found: dict[str, list[Tensor]] = {}
     for layer in model.attentions:
-        for name, tensor in _iter_learned(layer):
+        for name, tensor in _iter_learned(layer.normaliser, layer.gate, layer.bias):
             found.setdefault(name, []).append(gather_full_tensor(tensor.detach()))
     alike = [name for name, by_layer in found.items() if len({values.shape for values in by_layer}) == 1]
     return {name: torch.stack(found[name]) for name in alike if len(found[name]) == len(model.attentions)}
 
 
-def _iter_learned(layer: Attention) -> Iterator[tuple[str, Tensor]]:
-    parts = {"learned/": layer.normaliser, "learned/gate.": layer.gate, "bias/learned.": layer.bias}
-    for prefix, part in parts.items():
-        for name, tensor in part.state_dict(keep_vars=True).items():
+def _iter_learned(*parts: nn.Module | None) -> Iterator[tuple[str, Tensor]]:
+    """parts: normaliser, gate and bias."""
+    for prefix, part in zip(("learned/", "learned/gate.", "bias/learned."), parts, strict=True):
+        for name, tensor in part.state_dict(keep_vars=True).items() if part else ():
             if tensor.is_floating_point() and 0 < tensor.numel() <= MOST_NUMBERS:
                 yield FORMER.get(prefix + name, prefix + name), tensor
 
@@ -44,16 +43,26 @@ def _iter_learned(layer: Attention) -> Iterator[tuple[str, Tensor]]:
 def list_by_head(model: DecoderLM) -> set[str]:
     """Names of the parameters whose first axis is that of the heads: it is twice as long with twice as many heads.
 
-    None where the parts take no other number of heads, which they say by a ValueError.
+    None of a part that takes no other number of heads.
     """
-    cfg = model.cfg
-    wider = replace(cfg, n_heads=2 * cfg.n_heads, n_kv_heads=2 * cfg.kv_heads, head_dim=cfg.head_width)
-    with suppress(ValueError), torch.device("meta"):
-        other = Attention(cfg.attention, wider.layer_shape(0, model.context_length), cfg.backend)
-        lengths = {name: x.shape[:1] for name, x in _iter_learned(other)}
-        one = (cfg.n_heads,), (2 * cfg.n_heads,)
-        return {name for name, x in _iter_learned(model.attentions[0]) if (x.shape[:1], lengths.get(name)) == one}
-    return set()
+    spec, length, one = model.cfg.attention, model.context_length, model.attentions[0]
+    shape = model.cfg.layer_shape(0, length)
+    wide = replace(shape, n_heads=2 * shape.n_heads, n_kv_heads=2 * shape.n_kv_heads)
+
+    def build(make: Callable[[], nn.Module]) -> nn.Module | None:
+        with suppress(Exception), torch.device("meta"):  # a user's part may fail in any way
+            return make()
+        return None
+
+    makers = (
+        lambda: spec.normaliser.build(wide),
+        lambda: spec.gate.build(wide),
+        lambda: spec.bias.build(wide.n_heads, length),
+    )
+    lengths = {name: x.shape[:1] for name, x in _iter_learned(*map(build, makers))}
+    both = (shape.n_heads,), (wide.n_heads,)
+    parts = one.normaliser, one.gate, one.bias
+    return {name for name, x in _iter_learned(*parts) if (x.shape[:1], lengths.get(name)) == both}
 
 
 def average_by_head(learned: Tensor, by_head: bool) -> Tensor:

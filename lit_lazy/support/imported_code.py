@@ -4,9 +4,11 @@ A process imports a file once, so its content at the import is what runs, whatev
 """
 
 import ast
+import copy
 import inspect
+import symtable
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -56,11 +58,15 @@ def read_code(cls: type) -> str:
         # What a dataclass adds, all with underscores, comes from no file or from the standard library.
         if not (_is_known(Path(code.co_filename).resolve()) or name.startswith("__")):
             raise _make_unreadable_error(f"{cls.__name__}.{name}")
-    if getattr(sys.modules[cls.__module__], cls.__name__, None) is not cls:
+    defined: Any = sys.modules[cls.__module__]
+    for name in cls.__qualname__.split("."):
+        defined = getattr(defined, name, None)
+    if defined is not cls:
         problem = "is not what its file defines under this name, so the file's code does not tell what it does"
-        raise ValueError(f"{cls.__name__}: {problem}; define it at the top of a file, with fields for what differs")
+        fix = "define it at the top of a file, with fields for what differs; if it is reloaded, make the config anew"
+        raise ValueError(f"{cls.__name__}: {problem}; {fix}")
     files = sorted({*find_local_files(path, root).values()})
-    return "\n\n".join(_select_code(file, SETTINGS if file == path else ()) for file in files)
+    return "\n\n".join(_select_code(get_content(x), x.name, SETTINGS if x == path else ()) for x in files)
 
 
 def locate(cls: type) -> tuple[Path, Path]:
@@ -140,23 +146,25 @@ def _iter_imported_names(path: Path, root: Path) -> Iterator[str]:
                 yield from (".".join(parts[:end]) for end in range(1, len(parts) + 1))
 
 
-def _select_code(file: Path, left_out: tuple[str, ...]) -> str:
-    """The code of a file without the top-level definitions of some names: editing a row changes no class.
+@cache
+def _select_code(content: bytes, name: str, left_out: tuple[str, ...]) -> str:
+    """The code of a file without the top-level definitions of some names that its classes do not read, however
+    indirectly: editing a row changes no class.
 
     Raises a one-line ValueError if a class is defined twice: the code is the same with either.
     """
-    body = _parse(get_content(file)).body
-    classes = [node for node in body if isinstance(node, ast.ClassDef)]
-    names = [node.name for node in classes]
-    if twice := [name for name in names if names.count(name) > 1]:
-        raise ValueError(f"{file.name}: defines the class {twice[0]} twice, and a key cannot tell which; rename one")
-    dropped = [node for node in body if _get_defined_name(node) in left_out]
-    # A name is code of the classes if what they may use reads it, however indirectly.
-    while used := [
-        node for node in dropped if _get_defined_name(node) in _list_read(x for x in body if x not in dropped)
-    ]:
-        dropped = [node for node in dropped if node not in used]
-    return ast.unparse(ast.Module([node for node in body if node not in dropped], []))
+    body = _parse(content).body
+    ahead: list[ast.stmt] = [node for node in body if isinstance(node, ast.ClassDef)]
+    names = [node.name for node in ahead if isinstance(node, ast.ClassDef)]
+    if twice := [one for one in names if names.count(one) > 1]:
+        raise ValueError(f"{name}: defines the class {twice[0]} twice, and a key cannot tell which; rename one")
+    read: set[str] = set()
+    while ahead:
+        new = _list_global_names(ahead) - read
+        read |= new
+        ahead = [node for node in body if _get_defined_name(node) in new]
+    unread = {*left_out} - read
+    return ast.unparse(ast.Module([node for node in body if _get_defined_name(node) not in unread], []))
 
 
 def _get_defined_name(node: ast.stmt) -> str | None:
@@ -166,9 +174,19 @@ def _get_defined_name(node: ast.stmt) -> str | None:
     return target.id if isinstance(target, ast.Name) else None
 
 
-def _list_read(nodes: Iterable[ast.stmt]) -> set[str]:
-    parts = (part for node in nodes for part in ast.walk(node))
-    return {part.id for part in parts if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Load)}
+def _list_global_names(nodes: list[ast.stmt]) -> set[str]:
+    """The names of the module that some of its statements read."""
+    module = copy.deepcopy(ast.Module(nodes, []))
+    for node in ast.walk(module):
+        if getattr(node, "body", None) == []:  # `_parse` left nothing of it, which is no Python
+            node.body = [ast.Pass()]  # type: ignore[attr-defined]
+    found, tables = set[str](), [symtable.symtable(ast.unparse(module), "", "exec")]
+    while tables:
+        table = tables.pop()
+        tables += table.get_children()
+        top = table.get_type() == "module"
+        found |= {x.get_name() for x in table.get_symbols() if x.is_referenced() and (top or x.is_global())}
+    return found
 
 
 @cache

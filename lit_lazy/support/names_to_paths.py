@@ -80,9 +80,16 @@ def suggest_file(path: str, otherwise: str) -> str:
 
 
 def list_files(pattern: str) -> list[Path]:
-    """The files that a path or a pattern denotes, and all files in its folders."""
+    """The files that a path or a pattern denotes, and all files in its folders but bytecode."""
     found = [Path(path) for path in glob.glob(pattern, recursive=True)]
-    return sorted({file for path in found for file in (path, *path.rglob("*")) if file.is_file()})
+    return sorted(
+        {
+            file
+            for path in found
+            for file in (path, *path.rglob("*"))
+            if file.is_file() and "__pycache__" not in file.parts
+        }
+    )
 
 
 def is_hub_name(given: Path) -> bool:

@@ -131,8 +131,10 @@ def train_tracked(
     begun: list[int] = []
     begin = LambdaCallback(on_train_start=lambda trainer, _: begun.append(trainer.global_step))
     with (lock := make_lock(folder)):
-        if read_finished(folder) and keep_checkpoint:
-            require_checkpoint(folder)
+        if known := read_finished(folder):
+            known.require_settings(to_dict(cfg))
+            if keep_checkpoint:
+                require_checkpoint(folder)
         with _follow(run), Interrupts() as interrupts:
             result = train_logged(
                 cfg,

@@ -36,6 +36,8 @@ UNCHECKED = "unchecked"
 """Mark, among a checkpoint's sources, of an imported model that was not compared with its source."""
 MOST_NAMED = 8
 """Tensor names in a message, at most."""
+LOGITS = "logits"
+"""Beside the names of tensors."""
 SIZES = ("d_model", "n_layers", "n_heads", "n_kv_heads", "head_dim", "d_ff", "tie_embeddings", "mixer")
 """Fields of the model that a trained model keeps: its weights would not be used, or not as they were trained."""
 
@@ -169,7 +171,7 @@ def change_model(module: LitLM, cfg: RunConfig) -> LitLM:
         if name in before.first_values:
             raise ValueError(f"{path}: has no effect on a trained model, whose own values stay; leave it as it was")
     if has_user_classes(cfg.model):
-        rehearse(cfg, module.hparams["context_length"], documents=False)
+        rehearse(cfg, module.hparams["context_length"], documents=False, trains=False)
     changed = LitLM.create(cfg, module.hparams["vocab_size"], module.hparams["context_length"])
     source = module.model.state_dict()
     target = dict(chain(changed.model.named_parameters(), changed.model.named_buffers()))
@@ -182,7 +184,7 @@ def change_model(module: LitLM, cfg: RunConfig) -> LitLM:
     positions = {f"position.{name}" for name, _ in changed.model.position.named_parameters()}
     fix = "has weights, which were not trained; leave it, or train a new model"
     require(positions <= matching, "model.position", cfg.model.position, fix)
-    _require_effect(module.cfg.model, cfg, module.hparams["context_length"], matching, "the trained model")
+    _require_effect(module.model, cfg, module.model.context_length, matching, "the trained model")
     for name in matching:
         target[name].data = source[name]
     if new := sorted(parameters - matching):
@@ -194,7 +196,7 @@ def change_model(module: LitLM, cfg: RunConfig) -> LitLM:
 def _iter_common(before: ModelConfig, source: Iterable[str], after: ModelConfig, target: Iterable[str]) -> set[str]:
     """Names of tensors that two models have, without those that mean something else in the other.
 
-    That are those of parts of another class, heads of another width, and an embedding that is also the head.
+    Those are parts of another class, heads of another width, and an embedding that is also the head.
     """
     changes = list_changes(before, after, "model")
     replaced = [path for path, name, old, new in changes if type(getattr(old, name)) is not type(getattr(new, name))]
@@ -205,39 +207,50 @@ def _iter_common(before: ModelConfig, source: Iterable[str], after: ModelConfig,
 
 
 def _require_effect(
-    before: ModelConfig, cfg: RunConfig, context_length: int, loaded: Iterable[str], source: str
+    trained: DecoderLM, cfg: RunConfig, context_length: int, loaded: Iterable[str], source: str
 ) -> None:
     """Raises a one-line ValueError for a setting that sets only first values of tensors, all replaced by loaded ones.
 
-    before: the model of `source`, whose tensors of the names `loaded` replace those of `cfg.model`. Schedules then set
+    trained: the model of `source`, whose tensors of the names `loaded` replace those of `cfg.model`. Schedules then set
     theirs. Small models are compared.
     """
 
-    def draw(model: ModelConfig, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    @torch.no_grad()
+    def draw(
+        model: ModelConfig, tensors: Mapping[str, torch.Tensor], length: int = context_length
+    ) -> dict[str, torch.Tensor]:
+        """The tensors of a small model that begins to train, and its logits."""
         small = replace(model, n_layers=min(model.n_layers, LAYERS), d_ff=WIDTH)
-        decoder = DecoderLM(small, VOCABULARY, context_length, cfg.seed)
+        decoder = DecoderLM(small, VOCABULARY, length, cfg.seed)
         decoder.load_state_dict(tensors, strict=False)
         for attention in decoder.attentions:
             attention.normaliser.at_progress(0.0)
-        return decoder.state_dict()
+        logits = decoder.eval()(torch.arange(min(length, VOCABULARY))[None])
+        return decoder.state_dict() | ({LOGITS: logits} if tensors else {})
 
     def list_differing(found: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> set[str]:
         return {name for name, x in found.items() if name not in other or not torch.equal(x, other[name])}
 
-    changes = list_changes(before, cfg.model, "model")
-    fields = [(path, getattr(old, name), getattr(new, name)) for path, name, old, new in changes]
+    changes = list_changes(trained.cfg, cfg.model, "model")
+    fields = [
+        (path, getattr(old, name), getattr(new, name)) for path, name, old, new in changes if name != "tie_embeddings"
+    ]
     if not fields:
         return
-    new = draw(cfg.model, {})
-    kept = {name: x for name, x in draw(before, {}).items() if name in loaded and x.shape == new[name].shape}
-    replaced = list_differing(new, draw(cfg.model, kept))
+    new, drawn = draw(cfg.model, {}), draw(trained.cfg, {}, trained.context_length)
+    kept = {name: x for name, x in drawn.items() if name in loaded and name in new and x.shape == new[name].shape}
+    begun = draw(cfg.model, kept)
+    replaced = list_differing(new, begun)
     for path, old, given in fields if replaced else ():
-        former = new
-        with suppress(ValueError):  # other settings may need this one
-            former = draw(replace_at(cfg.model, {path.removeprefix("model."): old}), {})
-        fix = f"has no effect, as its parameters are loaded from {source}, where it was {old!r}; give that, or register"
-        counts = not set() < list_differing(new, former) <= replaced
-        require(counts, path, given, f"{fix} a buffer of it with persistent=False")
+        former, other = new, begun
+        with suppress(Exception):  # other settings, or a user's class, may need this one
+            changed = replace_at(cfg.model, {path.removeprefix("model."): old})
+            former, other = draw(changed, {}), draw(changed, kept)
+        first = list_differing(new, former)
+        fix = f"has no effect, as its parameters are loaded from {source}, where it was {old!r}; give that"
+        # Without a first value that is not loaded, and without another effect.
+        idle = first and first <= replaced and not list_differing(begun, other)
+        require(not idle, path, given, f"{fix}, or register a constant buffer of your class with persistent=False")
 
 
 def _find_tokenizer(data: dict[str, Any], folder: Path) -> None:
@@ -289,7 +302,7 @@ def _load_matching(
         raise ValueError(
             f"init_from={str(path)!r}: none of its weights matches the model by part, name and shape; omit it"
         )
-    _require_effect(loaded.cfg.model, cfg, model.context_length, matching, repr(str(path)))
+    _require_effect(loaded.model, cfg, model.context_length, matching, repr(str(path)))
     require_loaded(cfg.train.trainable, frozen, matching)
     require_teacher(cfg.train, loaded.model, model)
     return loaded.model, matching

@@ -95,9 +95,8 @@ class HeadMonitor(AtStart):
         with module.average.swap_in():
             if learned := collect_learned(module.model):
                 former = next(iter(self.learned.values()), None)  # which an earlier version may have begun
-                by_head = list_by_head(module.model)
-                if former is not None:
-                    by_head = {name for name, values in former.items() if values.shape[1] > 1}
+                wide = {name for name, values in (former or {}).items() if values.shape[1] > 1}
+                by_head = list_by_head(module.model) if former is None else wide
                 means = {name: average_by_head(x, name in by_head).cpu() for name, x in learned.items()}
                 self.learned[trainer.global_step] = means
             if trainer.logger is None and trainer.world_size == 1:

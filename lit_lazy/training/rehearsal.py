@@ -3,11 +3,11 @@
 import copy
 import dataclasses
 from collections.abc import Collection, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-from torch.optim import Optimizer
 
 from lit_lazy.config.schema import RunConfig
 from lit_lazy.config.user_classes import iter_user_classes
@@ -25,10 +25,11 @@ MOST_STEPS, MOST_NAMED = 1000, 3
 """Most steps at which a schedule is asked for its factor, and parameters that a message names."""
 
 
-def rehearse(cfg: RunConfig, context_length: int, documents: bool) -> None:
+def rehearse(cfg: RunConfig, context_length: int, documents: bool, trains: bool = True) -> None:
     """Check that the users' classes in a model and its training make a causal language model that learns.
 
-    documents: whether attention is restricted to documents. Raises a one-line ValueError that names the classes.
+    documents: whether attention is restricted to documents. trains: whether the model is to be trained, not only
+    measured. Raises a one-line ValueError that names the classes.
     """
     in_model, in_training = ({name for name, _ in iter_user_classes(part)} for part in (cfg.model, cfg.train))
     size = {"n_layers": min(cfg.model.n_layers, LAYERS), "d_ff": min(cfg.model.d_ff, WIDTH), "residual_dropout": 0.0}
@@ -41,8 +42,9 @@ def rehearse(cfg: RunConfig, context_length: int, documents: bool) -> None:
         module = LitLM.create(small, VOCABULARY, context_length)
         if in_model:
             _compare_passes(module.model, tokens[:, :-1], documents)
-        _compare_resumed(module, tokens)
-        if in_training:
+        if trains:
+            _compare_resumed(module, tokens)
+        if trains and in_training:
             _check_schedule(cfg)
     build_empty(model, VOCABULARY, context_length)
 
@@ -87,6 +89,8 @@ def _iter_passes(model: DecoderLM, tokens: Tensor, documents: bool) -> Iterator[
 def _compare_resumed(module: LitLM, tokens: Tensor) -> None:
     """After a step in mid-training, model and optimiser must go on from their state dicts as if never stopped."""
     resumed = LitLM(**module.hparams)
+    if (distillation := module.cfg.train.distillation).active:
+        module.teacher = resumed.teacher = Teacher(copy.deepcopy(module.model), distillation)
     optimiser, other = (each.configure_optimizers()["optimizer"] for each in (module, resumed))
     _take_step(module, optimiser, tokens)
     module.apply_schedules(module.cfg.train.steps // 2)
@@ -96,16 +100,16 @@ def _compare_resumed(module: LitLM, tokens: Tensor) -> None:
         _take_step(each, its, tokens)
     weights = resumed.state_dict()
     if changed := [name for name, x in module.state_dict().items() if not torch.equal(x, weights[name])]:
-        problem = "would go on otherwise after a restart: model or optimiser have a state that their state_dict lacks"
+        problem = (
+            "would go on otherwise after a restart: model or optimiser draw, or have a state that state_dict lacks"
+        )
         raise ValueError(
             f"{format_names(changed, MOST_NAMED)} {problem}; use register_buffer, or the optimiser's state"
         )
 
 
-def _take_step(module: LitLM, optimiser: Optimizer, tokens: Tensor) -> None:
+def _take_step(module: LitLM, optimiser: Any, tokens: Tensor) -> None:
     """One step of the optimiser, which must train every parameter that is to be trained."""
-    if (distillation := module.cfg.train.distillation).active:
-        module.teacher = Teacher(copy.deepcopy(module.model), distillation)
     terms = module.compute_terms({"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}, 0)
     for name, term in terms.items():
         if not isinstance(term, Tensor) or term.dim() or not term.isfinite():
@@ -117,7 +121,7 @@ def _take_step(module: LitLM, optimiser: Optimizer, tokens: Tensor) -> None:
     given = [id(p) for group in optimiser.param_groups for p in group["params"]]
     left = [name for name, p in trained.items() if given.count(id(p)) != 1]
     _require_none(left, "are not in the optimiser's groups, once each; give it all")
-    optimiser.step(lambda: terms["loss"].item())
+    optimiser.step(lambda: terms["loss"].detach())
     _require_none([name for name, p in trained.items() if not p.isfinite().all()], "are not finite after a step")
 
 

@@ -136,12 +136,11 @@ def train_logged(
     A run that has a result already is only logged to loggers that lack it. project, name: for loggers that send the run
     to a server. interrupts: allowed within the training. options: of `run`.
     """
-    known = read_finished(folder)
+    if (known := read_finished(folder)) is not None:
+        known.require_settings(to_dict(cfg))
     missing = [kind for kind in loggers if known is None or not (folder / kind).exists()]
     with open_loggers(missing, folder, project, name, to_dict(cfg)) as others, interrupts.allow():
         file = MetricFile(folder, others)
-        if known is not None:
-            known.require_settings(to_dict(cfg))
         result = known or run(cfg, folder, logger=file, interrupts=interrupts, **options)
         for other in others:
             other.log_metrics(result.metrics, cfg.train.steps)

@@ -11,8 +11,6 @@ from typing import Any
 
 from filelock import BaseFileLock, SoftFileLease, Timeout
 
-from lit_lazy.config.schema import RunConfig
-from lit_lazy.config.serialisation import from_dict
 from lit_lazy.support.checked_fields import Metric, PositiveInt, check_value, list_changes, require
 from lit_lazy.support.disk import guards, quarantine, write_text
 from lit_lazy.support.locks import is_held, make_file_lock, read_id
@@ -212,10 +210,13 @@ class RunResult:
         start = {"init_from": config["init_from"]}  # where its first weights lie does not matter
         if self.config | start == config:
             return
+        from lit_lazy.config.schema import RunConfig  # it imports torch, which the list of runs does without
+        from lit_lazy.config.serialisation import from_dict
+
         made, asked = (from_dict(RunConfig, settings) for settings in (self.config | start, config))
         for path, name, old, new in list_changes(made, asked, ""):
             problem = f"is a default that was {getattr(old, name)!r} when cell {self.key} was trained"
-            require(False, path.lstrip("."), getattr(new, name), f"{problem}; give the value where the part is made")
+            require(False, path.lstrip("."), getattr(new, name), f"{problem}; write the default as a constant")
 
     def keep_evaluations(self, keys: Collection[str]) -> "RunResult | None":
         """The result without the metrics of other evaluations than these.

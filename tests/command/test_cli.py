@@ -14,6 +14,7 @@ from pathlib import Path
 
 import forked
 import pytest
+from made_grid import MadeGrid
 from mistakes import iter_commands
 
 from flash_lazy.cpu import library
@@ -39,6 +40,21 @@ def test_help_answers_in_a_second_without_torch() -> None:
         loaded
     )
     assert min(times) < 1.0
+
+
+def test_the_status_of_a_grid_is_said_without_torch(tmp_path: Path) -> None:
+    made = MadeGrid(tmp_path)
+    for row in made.plan.rows:
+        for seed in row.seeds:
+            made.finish(row.variant, seed)
+    code = (
+        "import sys\nfrom lit_lazy.command.main import main\nassert main(sys.argv[1:]) == 0\n"
+        "assert not {'torch', 'lightning', 'mlflow', 'optuna'} & set(sys.modules)\n"
+    )
+    words = ["ablate", "status", "made", "--runs", str(tmp_path)]
+    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "4/4 cells complete" in done.stdout
 
 
 MISSPELT = [

@@ -3,6 +3,7 @@
 import csv
 import errno
 import json
+import math
 import signal
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -171,12 +172,27 @@ def test_a_hopeless_point_is_told_at_the_step_where_others_are_known(tmp_path: P
     assert not driver.judge(good.key, 6, 99.0), "after the last step there is nothing to save"
 
 
-def test_a_hopeless_point_whose_command_died_is_not_trained_on(tmp_path: Path) -> None:
-    driver = begun(tmp_path, 3, prune_from=0.5)
+def begin_with_two_losses(folder: Path) -> SearchDriver:
+    """At step 3, from which points are judged."""
+    driver = begun(folder, 3, prune_from=0.5)
     for loss in (2.0, 3.0):
         cell = take(driver)
         driver.judge(cell.key, 3, loss)
         complete(driver, cell, loss)
+    return driver
+
+
+def test_a_point_that_lost_its_finite_loss_diverged(tmp_path: Path) -> None:
+    """Although its training is ended as hopeless ones are."""
+    driver = begin_with_two_losses(tmp_path)
+    cell = take(driver)
+    fail(driver, cell, driver.judge(cell.key, 3, math.nan), final=True)
+    (*_, point) = driver.points()
+    assert (point.state, point.reason) == ("diverged", "diverged: val/loss nan at step 3")
+
+
+def test_a_hopeless_point_whose_command_died_is_not_trained_on(tmp_path: Path) -> None:
+    driver = begin_with_two_losses(tmp_path)
     cell = take(driver)
     lock = claim(folder := locate_cell(driver.work.folder, cell.key))
     reason = driver.judge(cell.key, 3, 9.0)

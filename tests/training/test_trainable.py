@@ -11,7 +11,16 @@ import pytest
 import torch
 from test_run import LAZY, RAMP, config, run_until_killed, weights
 
-from lit_lazy.attention import AttentionSpec, Elastic, LearnedBias, Normaliser, NormaliserModule, SinkLogit, SSMax
+from lit_lazy.attention import (
+    AttentionSpec,
+    Elastic,
+    LearnedBias,
+    Normaliser,
+    NormaliserModule,
+    SinkLogit,
+    SSMax,
+    Thresholded,
+)
 from lit_lazy.config.key import cell_key
 from lit_lazy.config.schema import ModelConfig
 from lit_lazy.config.serialisation import replace_at
@@ -243,6 +252,22 @@ def test_no_setting_is_silently_replaced_by_what_is_loaded(before, after, refuse
         with nullcontext() if refused is None else pytest.raises(ValueError, match=said):
             changed = load()
             assert changed.model.attentions[0].normaliser.scale == 8
+
+
+def test_a_setting_with_another_effect_is_taken(tmp_path):
+    """An embedding that is no longer the head, and a rule of more keys than its former setting allows."""
+    for before, changes in ((config(), {"model.tie_embeddings": False}), (of(Thresholded()), {RULE: Thresholded(0.5)})):
+        path = tmp_path / "before.ckpt"
+        write_untrained(path, before, 17, 16, LitLM.create(before, 17, 16).model.state_dict())
+        length = {"data.context_length": 64} if RULE in changes else {}
+        build(replace_at(before, changes | length | {"init_from": str(path)}))
+
+
+def of(normaliser):
+    return config(AttentionSpec(normaliser))
+
+
+RULE = "model.attention.normaliser"
 
 
 def test_weights_that_another_model_reads_otherwise_are_new(tmp_path, caplog):

@@ -189,7 +189,7 @@ class SearchDriver:
         if step >= self.definition.steps or not trial.should_prune():
             return ""
         metric = MONITORED[self.definition.objective]
-        return f"{metric} {value:.4g} at step {step} {HOPELESS}"
+        return f"{metric} {value:.4g} at step {step}{f' {HOPELESS}' if math.isfinite(value) else ''}"
 
     def points(self) -> list[Point]:
         """All points that were drawn, each from its newest trial."""

@@ -230,10 +230,13 @@ def mirror(options: argparse.Namespace, _rest: list[str]) -> int:
     grid = open_grid_folder(options)
     from lit_lazy.grid.mlflow_mirror import GridMirror
     from lit_lazy.support.secrets import redact_url
+    from lit_lazy.table.render import is_saved, save
     from lit_lazy.tracking.check_databases import check_store
     from lit_lazy.tracking.store_address import default_uri
 
     check_store(default_uri(options.runs))
+    if not is_saved(table := grid.build_table(), grid.path):  # as after an interrupt
+        save(table, grid.path)
     GridMirror(grid.path).sync(final=True)
     print(f"MLflow at {redact_url(default_uri(options.runs))} shows {grid.path.name}")
     return 0

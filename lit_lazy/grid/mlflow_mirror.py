@@ -5,6 +5,7 @@ its metrics and its end. It may be called at any time, by any process that share
 """
 
 import logging
+import math
 import time
 from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager
@@ -119,7 +120,10 @@ class GridMirror:
             link = run_link("", tracker.experiment_id, parent_id, page).removeprefix("/")  # on MLflow's own page
             findings = [to_markdown([Paragraph(text)]).strip() for text in describe_findings(table)]
             verdict = {"verdict": table.verdict.sentence} if table.verdict else {}
-            tracker.update(parent_id, metrics=collect_outcomes(table), tags=verdict)
+            former = tracker.client.get_run(parent_id).data.metrics
+            # MLflow deletes no metric; of a row that has no mean any more, it is undefined.
+            gone = {name: math.nan for name, value in former.items() if math.isfinite(value)}
+            tracker.update(parent_id, metrics=gone | collect_outcomes(table), tags=verdict)
             tracker.describe(parent_id, [*findings, f"[{page}]({link})", f"`{table.command}`"], "table.md")
         charted = ended and tracker.mark_outliers()
         keys = [column.key for column in columns]

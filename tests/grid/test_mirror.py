@@ -1,6 +1,7 @@
 """MLflow shows what a grid's folder says, whatever it had, lacked or missed, and nothing reads it again."""
 
 import json
+import math
 import shutil
 import sqlite3
 import threading
@@ -210,6 +211,22 @@ def test_runs_are_in_the_rows_of_the_table_after_a_change(copied: Path) -> None:
     tags = [run.data.tags for run in find_runs(default_uri(copied), kind="cell")]
     failed = [tag["cell"] for tag in tags if tag["state"] == "failed"]
     assert {tag["cell"]: tag["variant"] for tag in tags} == rows | dict.fromkeys(failed, "not in the table")
+
+
+def test_what_the_table_no_longer_has_is_undefined_and_its_files_are_those_of_the_cells(copied: Path) -> None:
+    client = MlflowClient(uri := default_uri(copied))
+    (parent,) = find_runs(uri, kind="ablation")
+    client.log_metric(parent.info.run_id, "loss/excess/former", 1.0)
+    table = (copied / ID / "table.json").read_bytes()
+    (copied / ID / "table.json").write_text("of before an interrupt")
+    for _ in range(2):
+        assert main(["mirror", "pair", "--runs", str(copied)]) == 0
+    metrics = client.get_run(parent.info.run_id).data.metrics
+    assert math.isnan(metrics.pop("loss/excess/former"))
+    assert metrics == parent.data.metrics
+    assert len(client.get_metric_history(parent.info.run_id, "loss/excess/former")) == 2, "undefined, once"
+    sent = copied / "mlartifacts" / ID / parent.info.run_id / "artifacts" / "table.json"
+    assert sent.read_bytes() == (copied / ID / "table.json").read_bytes() == table
 
 
 # One cell, step by step

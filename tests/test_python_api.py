@@ -171,6 +171,14 @@ def test_results_on_several_experiments_are_listed(tmp_path: Path) -> None:
         results("table2", tmp_path)
 
 
+def test_a_metric_replaces_no_column_of_the_cells(tmp_path: Path) -> None:
+    made = MadeGrid(tmp_path)
+    made.finish(made.plan.rows[0].variant, 1, {"seed": 7.0})
+    cells = results("made", tmp_path).cells
+    assert {*cells["seed"]} == {0, 1}
+    assert cells["metric seed"].dropna().tolist() == [7.0]
+
+
 def test_an_ablation_whose_name_begins_alike_is_another(tmp_path: Path) -> None:
     MadeGrid(tmp_path, name="mine-long-backcopy").change_plan(ablation="mine-long")
     with pytest.raises(ValueError, match=r"^results='mine': .* holds no such ablation"):

@@ -34,6 +34,7 @@ from lit_lazy.measure.evaluation import Varied
 from lit_lazy.measure.lengths import Lengths
 from lit_lazy.measure.lm_eval import LmEval
 from lit_lazy.support.names_to_paths import find, list_available
+from lit_lazy.training.ineffective_settings import list_ineffective
 
 ROOT = Path(__file__).parents[2]
 SMOLLM2 = "aed716192e6b08fc1e30ad72709874d198441660e45513807d874646b84d68ab"
@@ -394,6 +395,8 @@ def test_values_that_a_file_tells_apart_have_keys_of_their_own(mine: Path) -> No
     keys = [make_holder_key(**each) for each in fields]
     assert len({*keys}) == len(fields)
     assert make_holder_key(pair=(2.0, 2)) == keys[4], "an int in a field of floats"
+    told = list_ineffective(experiment("backcopy_tiny", {"model.attention.normaliser": Holds(flat=Flat(3))}), 16)
+    assert any("Holds" in line or "flat" in line for line in told), "it does nothing, and fails at nothing"
     rule = load_experiment(mine).model.attention.normaliser
     assert {*hash_user_code(rule)} < {*hash_user_code(Holds(parts=((rule,),)))}
 

@@ -207,8 +207,8 @@ class RunResult:
 
         The key has no defaults, so it does not tell those that a user's class computes.
         """
-        start = {"init_from": config["init_from"]}  # where its first weights lie does not matter
-        if self.config | start == config:
+        start = {"init_from": config.get("init_from")}  # where its first weights lie does not matter
+        if self.config | start == {**config, **start}:
             return
         from lit_lazy.config.schema import RunConfig  # it imports torch, which the list of runs does without
         from lit_lazy.config.serialisation import from_dict

@@ -22,7 +22,8 @@ from lit_lazy.grid.study import JOURNAL
 from lit_lazy.grid.work_records import Ending, Work
 from lit_lazy.training import run_folder
 
-CELLS = {key: Cell(key, "v", "ours", seed, {}, {}) for seed, key in enumerate(("a", "b", "c"))}
+CONFIG = {"train": {"steps": 1}}
+CELLS = {key: Cell(key, "v", "ours", seed, CONFIG, {}) for seed, key in enumerate(("a", "b", "c"))}
 KEYS = st.sampled_from(sorted(CELLS))
 DAMAGE = st.sampled_from((b"", b"{", b"[]", b"\x00\xff", b'{"format": 1}'))
 
@@ -101,7 +102,7 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.locks)
     @rule(key=HELD)
     def finish(self, key: str) -> None:
-        fields = {"train": {"steps": 1}}, {}, {"loss/val": 1.0}, {}, {}, {"git_sha": "x"}, "data", {}, key, {}
+        fields = CONFIG, {}, {"loss/val": 1.0}, {}, {}, {"git_sha": "x"}, "data", {}, key, {}
         run_folder.RunResult(key, *fields).write(self.folder(key))
         self.end_as(key, "complete", "done")
 

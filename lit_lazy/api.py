@@ -32,7 +32,7 @@ from lit_lazy.model.generation import Prompts, Sampling, generate
 from lit_lazy.support.checked_fields import PositiveInt, Threads, check_value, fits, require
 from lit_lazy.support.console import format_count
 from lit_lazy.support.error_messages import did_you_mean, explain, short_repr
-from lit_lazy.support.names_to_paths import find, find_python_file
+from lit_lazy.support.names_to_paths import find, find_grids, find_python_file
 from lit_lazy.table.render import render_brief
 from lit_lazy.table.results_table import Table
 from lit_lazy.training import checkpoints
@@ -352,12 +352,12 @@ def results(name: str, runs: str | Path = "runs") -> Results:
     >>> bool((means > 0).all())
     True
     """
-    from lit_lazy.grid.grid_folder import find_grids_of, list_grids, read_grid
+    from lit_lazy.grid.grid_folder import list_grids, read_grid
 
     folder = _require_path("runs", runs)
     known = list_grids(folder)
     near = did_you_mean(str(name), [*known, *(grid.partition("-")[0] for grid in known)])
-    same = find_grids_of(str(name), folder)
+    same = find_grids(str(name), known, lambda grid: read_grid(folder / grid).plan.ablation)
     has = f"it has {', '.join(known) or 'none'}; `lit-lazy ablate run` makes one"
     require(bool(same), "results", name, f"{folder} holds no such ablation{near}; {has}")
     require(len(same) == 1, "results", name, f"{folder} has several; give one of {', '.join(same)}")

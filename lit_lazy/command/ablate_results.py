@@ -156,9 +156,8 @@ def find_table(name: str, runs: Path) -> Path | str:
     if ":" in name:
         return name if name.endswith(".json") else f"{name.rstrip('/')}/{TABLE}"
     known = {file.parent.name: file for file in sorted(runs.glob(f"*/{TABLE}"))}
-    same = find_grids(name, known)
-    with explain(f"{name!r}: tables of {', '.join(same)}", "are damaged; give a folder", ValueError, LookupError):
-        same = [grid for grid in same if json.loads(known[grid].read_text())["ablation"] == name]
+    with explain(f"{name!r}: a table of this name is damaged", "give a folder", ValueError, LookupError):
+        same = find_grids(name, known, lambda grid: json.loads(known[grid].read_text())["ablation"])
     if len(same) == 1:
         return known[same[0]]
     problem = "names several tables" if same else f"no such table{did_you_mean(name, known)}"

@@ -138,13 +138,13 @@ def _name_grid(name: str, base: str | None, runs: Path, known: Collection[str]) 
     """The grid of an ablation's name or file on an experiment, by default its own; of another name, its only grid."""
     if base and (asked := f"{name}-{Path(base).stem}") in known:  # without importing the ablation, and torch with it
         return asked
-    from lit_lazy.grid.grid_folder import find_grids_of
+    from lit_lazy.grid.grid_folder import read_grid
     from lit_lazy.grid.question import load_ablation_or_question
 
     if name in list_available("ablations") or name.endswith(".py"):
         ablation, _ = load_ablation_or_question(find("ablations", name))
         return f"{ablation.name}-{Path(base or ablation.base).stem}"
-    same = find_grids_of(name, runs)
+    same = find_grids(name, known, lambda grid: read_grid(runs / grid).plan.ablation)
     return same[0] if len(same) == 1 and base is None else name
 
 

@@ -22,7 +22,6 @@ from lit_lazy.config.serialisation import (
     UnknownClassError,
     flatten,
     from_dict,
-    require_restorable,
     shorten_paths,
     to_dict,
 )
@@ -58,10 +57,7 @@ def evaluation_key(evaluation: Evaluation) -> str:
 
 
 def _describe(settings: RunConfig | Evaluation) -> dict[str, Any]:
-    code = hash_user_code(settings)
-    if code:
-        require_restorable(settings, Evaluation if isinstance(settings, Evaluation) else RunConfig)
-    return {"schema": SCHEMA, "config": to_dict(settings, minimal=True), "code": code}
+    return {"schema": SCHEMA, "config": to_dict(settings, minimal=True), "code": hash_user_code(settings)}
 
 
 def _hash_files(evaluations: Sequence[Evaluation]) -> list[str]:

@@ -12,7 +12,6 @@ from lit_lazy.grid.cell_record import CellRecord
 from lit_lazy.grid.grid_table import build_grid_table
 from lit_lazy.grid.plan import PLAN, Plan
 from lit_lazy.support.error_messages import one_line, sanitise
-from lit_lazy.support.names_to_paths import find_grids
 from lit_lazy.table.build import TABLE, read_table
 from lit_lazy.table.results_table import Table
 from lit_lazy.training.run_folder import CELLS, locate_cell
@@ -96,12 +95,6 @@ def list_grids(runs: Path) -> list[str]:
     """Names of the grids in a runs folder, without those that `--fresh` moved aside."""
     folders = [folder for folder in runs.iterdir() if ASIDE not in folder.name] if runs.is_dir() else []
     return sorted(folder.name for folder in folders if (folder / PLAN).exists() or find_former_plan(folder))
-
-
-def find_grids_of(name: str, runs: Path) -> list[str]:
-    """As `find_grids` in a runs folder, without ablations whose names only begin alike."""
-    found = find_grids(name, list_grids(runs))
-    return [grid for grid in found if grid == name or read_grid(runs / grid).plan.ablation == name]
 
 
 def find_former_plan(folder: Path) -> Path | None:

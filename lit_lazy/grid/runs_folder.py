@@ -134,8 +134,11 @@ class RunsFolder:
         if name in self.entries and name not in known:
             raise ValueError(f"{name!r}: is no ablation, search, training or diagnosis; remove the folder yourself")
         ablations = [one for one in known if self.entries[one].kind == "ablation" and ASIDE not in one]
-        grids = [(one, self.entries[one].grid) for one in find_grids(name, ablations)]
-        same = [name] if name in known else [one for one, grid in grids if grid and grid.plan.ablation == name]
+
+        def get_ablation(entry: str) -> str:
+            return "" if (grid := self.entries[entry].grid) is None else grid.plan.ablation
+
+        same = [name] if name in known else find_grids(name, ablations, get_ablation)
         if len(same) == 1:
             return self.entries[same[0]]
         listed = ", ".join(same or known) or "none"
@@ -215,9 +218,8 @@ class RunsFolder:
         unfinished = [cell for cell in cells if cell.status != "complete"]
         models = models and all(cell.settings for cell in unfinished)  # one that has not begun does not tell its start
         known = [entry for entry in self.entries.values() if entry.kind != "other"]
-        asked = [read_settings(run) for entry in known for run in entry.run_folders if not (run / RESULT).exists()]
+        asked = [read_settings(run) for entry in known for run in entry.run_folders if RunResult.peek(run) is None]
         searches = [file for entry in known if (file := entry.folder / DEFINITION).exists()]
-        asked += [cell.settings for cell in unfinished]
         asked += [json.loads(file.read_bytes())["base"] for file in searches]
         starts = {Path(str(settings.get("init_from"))).resolve() for settings in asked}
         found: dict[Path, str] = {}

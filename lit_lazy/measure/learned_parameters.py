@@ -1,7 +1,7 @@
 """What attention has learned: the parameters of normalisers, biases and gates, and the curves of biases."""
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+import logging
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import torch
@@ -9,9 +9,14 @@ from torch import Tensor, nn
 
 from lit_lazy.attention.bias import BiasTerms
 from lit_lazy.model.decoder import DecoderLM, gather_full_tensor
+from lit_lazy.support.error_messages import describe_exception
+
+log = logging.getLogger("lit_lazy.measure.learned_parameters")
 
 MOST_NUMBERS = 4096
 """Of one parameter in one layer; larger ones are matrices, of which a mean says nothing."""
+PREFIXES = "learned/", "learned/gate.", "bias/learned."
+"""Of the names of what the normaliser, the gate and the bias of a layer have learned."""
 FORMER = {"learned/tau": "tau"}
 """Names from before every learned parameter was collected."""
 
@@ -26,18 +31,17 @@ def collect_learned(model: DecoderLM) -> dict[str, Tensor]:
     """
     found: dict[str, list[Tensor]] = {}
     for layer in model.attentions:
-        for name, tensor in _iter_learned(layer.normaliser, layer.gate, layer.bias):
-            found.setdefault(name, []).append(gather_full_tensor(tensor.detach()))
+        for prefix, part in zip(PREFIXES, (layer.normaliser, layer.gate, layer.bias), strict=True):
+            for name, tensor in _iter_learned(prefix, part):
+                found.setdefault(name, []).append(gather_full_tensor(tensor.detach()))
     alike = [name for name, by_layer in found.items() if len({values.shape for values in by_layer}) == 1]
     return {name: torch.stack(found[name]) for name in alike if len(found[name]) == len(model.attentions)}
 
 
-def _iter_learned(*parts: nn.Module | None) -> Iterator[tuple[str, Tensor]]:
-    """parts: normaliser, gate and bias."""
-    for prefix, part in zip(("learned/", "learned/gate.", "bias/learned."), parts, strict=True):
-        for name, tensor in part.state_dict(keep_vars=True).items() if part else ():
-            if tensor.is_floating_point() and 0 < tensor.numel() <= MOST_NUMBERS:
-                yield FORMER.get(prefix + name, prefix + name), tensor
+def _iter_learned(prefix: str, part: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for name, tensor in part.state_dict(keep_vars=True).items():
+        if tensor.is_floating_point() and 0 < tensor.numel() <= MOST_NUMBERS:
+            yield FORMER.get(prefix + name, prefix + name), tensor
 
 
 def list_by_head(model: DecoderLM) -> set[str]:
@@ -45,24 +49,30 @@ def list_by_head(model: DecoderLM) -> set[str]:
 
     None of a part that takes no other number of heads.
     """
-    spec, length, one = model.cfg.attention, model.context_length, model.attentions[0]
+    spec, length, layer = model.cfg.attention, model.context_length, model.attentions[0]
     shape = model.cfg.layer_shape(0, length)
     wide = replace(shape, n_heads=2 * shape.n_heads, n_kv_heads=2 * shape.n_kv_heads)
-
-    def build(make: Callable[[], nn.Module]) -> nn.Module | None:
-        with suppress(Exception), torch.device("meta"):  # a user's part may fail in any way
-            return make()
-        return None
-
-    makers = (
-        lambda: spec.normaliser.build(wide),
-        lambda: spec.gate.build(wide),
-        lambda: spec.bias.build(wide.n_heads, length),
+    builders = (
+        (layer.normaliser, lambda: spec.normaliser.build(wide)),
+        (layer.gate, lambda: spec.gate.build(wide)),
+        (layer.bias, lambda: spec.bias.build(wide.n_heads, length)),
     )
-    lengths = {name: x.shape[:1] for name, x in _iter_learned(*map(build, makers))}
-    both = (shape.n_heads,), (wide.n_heads,)
-    parts = one.normaliser, one.gate, one.bias
-    return {name for name, x in _iter_learned(*parts) if (x.shape[:1], lengths.get(name)) == both}
+    found: set[str] = set()
+    for prefix, (part, build) in zip(PREFIXES, builders, strict=True):
+        if not (learned := dict(_iter_learned(prefix, part))):
+            continue
+        try:
+            with torch.device("meta"):
+                other = dict(_iter_learned(prefix, build()))
+        except Exception as error:  # a user's part may fail in any way
+            why = describe_exception(error)
+            log.warning("%s takes no other number of heads (%s): curves are means over them", type(part).__name__, why)
+            continue
+        lengths = (shape.n_heads,), (wide.n_heads,)
+        found |= {
+            name for name, x in learned.items() if name in other and (x.shape[:1], other[name].shape[:1]) == lengths
+        }
+    return found
 
 
 def average_by_head(learned: Tensor, by_head: bool) -> Tensor:

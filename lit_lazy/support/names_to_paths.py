@@ -6,7 +6,7 @@ import posixpath
 import re
 import shutil
 import stat
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Literal
 
@@ -97,9 +97,14 @@ def is_hub_name(given: Path) -> bool:
     return HUB_NAME.fullmatch(str(given)) is not None and given.suffix not in (".gguf", *PICKLES)
 
 
-def find_grids(name: str, known: Iterable[str]) -> list[str]:
-    """The known grids that `name` denotes: the one of this id, or else those of an ablation of this name."""
-    return [grid for grid in known if grid == name] or [grid for grid in known if grid.startswith(f"{name}-")]
+def find_grids(name: str, known: Iterable[str], get_ablation: Callable[[str], str] | None = None) -> list[str]:
+    """The known grids that `name` denotes: the one of this id, or else those of an ablation of this name.
+
+    get_ablation: the ablation of a grid; without it, ablations whose names begin alike count too.
+    """
+    same = [grid for grid in known if grid == name]
+    alike = (grid for grid in known if grid.startswith(f"{name}-"))
+    return same or [grid for grid in alike if get_ablation is None or get_ablation(grid) == name]
 
 
 def list_available(room: Room) -> list[str]:

@@ -7,6 +7,7 @@ import torch
 from lit_lazy.attention import Attention
 from lit_lazy.config.key import hash_model
 from lit_lazy.config.schema import ModelConfig, RunConfig
+from lit_lazy.config.serialisation import require_restorable
 from lit_lazy.config.user_classes import has_user_classes
 from lit_lazy.data import DataConfig, DataSource
 from lit_lazy.data.source_interface import Outline, load_data
@@ -125,6 +126,8 @@ def _check_run(cfg: RunConfig, data: Outline, execution: Execution | None, elsew
         at_a_time = execution.evaluation_batch_size(cfg.train.batch_size), execution.checkpoint_activations
         check_size(cfg.model, data.vocab_size, data.context_length, *at_a_time, state=state)
     check_model(cfg.model, data.context_length, data.document_mask, elsewhere)
+    if has_user_classes(cfg):
+        require_restorable(cfg, RunConfig)
     if has_user_classes(cfg.model, cfg.train):
         from lit_lazy.training.rehearsal import rehearse  # late: it imports Lightning
 

@@ -22,7 +22,7 @@ from lit_lazy.model.decoder import DecoderLM, build_empty
 from lit_lazy.model.generation import Prompts
 from lit_lazy.support.checked_fields import PositiveInt, check_value, list_changes, require
 from lit_lazy.support.disk import quarantine, write_atomically
-from lit_lazy.support.error_messages import describe_exception, short_repr
+from lit_lazy.support.error_messages import describe_exception, naming_user_errors, short_repr
 from lit_lazy.training.check_before_run import check_size
 from lit_lazy.training.module import SOURCES, LitLM, Teacher, hash_sources, require_teacher
 from lit_lazy.training.rehearsal import LAYERS, VOCABULARY, WIDTH, rehearse
@@ -228,8 +228,8 @@ def _require_effect(
         logits = decoder.eval()(torch.arange(min(length, VOCABULARY))[None])
         return decoder.state_dict() | ({LOGITS: logits} if tensors else {})
 
-    def list_differing(found: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> set[str]:
-        return {name for name, x in found.items() if name not in other or not torch.equal(x, other[name])}
+    def differ(found: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> bool:
+        return any(name not in other or not torch.equal(x, other[name]) for name, x in found.items())
 
     changes = list_changes(trained.cfg, cfg.model, "model")
     fields = [
@@ -240,16 +240,13 @@ def _require_effect(
     new, drawn = draw(cfg.model, {}), draw(trained.cfg, {}, trained.context_length)
     kept = {name: x for name, x in drawn.items() if name in loaded and name in new and x.shape == new[name].shape}
     begun = draw(cfg.model, kept)
-    replaced = list_differing(new, begun)
-    for path, old, given in fields if replaced else ():
-        former, other = new, begun
-        with suppress(Exception):  # other settings, or a user's class, may need this one
+    for path, old, given in fields:
+        former = other = None
+        with suppress(ValueError), naming_user_errors(path):  # other settings may need this one: then it has an effect
             changed = replace_at(cfg.model, {path.removeprefix("model."): old})
             former, other = draw(changed, {}), draw(changed, kept)
-        first = list_differing(new, former)
+        idle = former and other and differ(new, former) and not differ(begun, other)
         fix = f"has no effect, as its parameters are loaded from {source}, where it was {old!r}; give that"
-        # Without a first value that is not loaded, and without another effect.
-        idle = first and first <= replaced and not list_differing(begun, other)
         require(not idle, path, given, f"{fix}, or register a constant buffer of your class with persistent=False")
 
 

@@ -34,6 +34,7 @@ from lit_lazy.measure.evaluation import Varied
 from lit_lazy.measure.lengths import Lengths
 from lit_lazy.measure.lm_eval import LmEval
 from lit_lazy.support.names_to_paths import find, list_available
+from lit_lazy.training.check_before_run import prepare_outline
 from lit_lazy.training.ineffective_settings import list_ineffective
 
 ROOT = Path(__file__).parents[2]
@@ -383,9 +384,9 @@ def make_holder_key(**fields: Any) -> str:
     ids=str,
 )
 def test_a_value_that_a_file_would_not_give_back_is_refused(field: str, value: Any) -> None:
-    """A model is made from a file: it would be another, or none, after the cell had its key."""
+    """A model is made from a file: it would be another, or none, after all had been checked."""
     with pytest.raises(ValueError, match=rf"^Holds\.{field}=.*: would be read from a file as "):
-        make_holder_key(**{field: value})
+        prepare_outline(experiment("backcopy_tiny", {"model.attention.normaliser": Holds(**{field: value})}))
 
 
 def test_values_that_a_file_tells_apart_have_keys_of_their_own(mine: Path) -> None:

@@ -174,9 +174,14 @@ class TestLearned:
         assert "learned/slack" not in list_by_head(made), "it is of the layer, whatever its length"
         assert average_by_head(found, False).tolist() == [[0.0], [1.0], [2.0]]
 
-    def test_a_part_that_takes_no_other_number_of_heads_leaves_the_others_theirs(self):
+    def test_a_part_that_takes_no_other_number_of_heads_leaves_the_others_theirs(self, monkeypatch, caplog):
+        """What it has learned is one mean, and that is said."""
         slopes = tuple(0.1 * (head + 1) for head in range(HEADS))
         assert list_by_head(model(Elastic(), Alibi(slopes=slopes))) == {"tau"}
+        made, build = model(Elastic()), Elastic.build
+        monkeypatch.setattr(Elastic, "build", lambda self, shape: {HEADS: build(self, shape)}[shape.n_heads])
+        assert list_by_head(made) == set()
+        assert caplog.messages == ["_Elastic takes no other number of heads (KeyError: 8): curves are means over them"]
 
     def test_a_bias_s_parameter_has_columns_a_mean_and_a_figure_like_any_other(self):
         names = "bias/learned.slope", "learned/gate.strength", "learned/cut"
